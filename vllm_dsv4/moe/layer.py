@@ -1,0 +1,96 @@
+"""The mixture-of-experts block: gate, routed experts and the shared expert (model.md 4)."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from vllm_dsv4 import ops
+from vllm_dsv4.compat import (
+    ColumnParallelLinear,
+    FusedMoEFactory,
+    ReplicatedLinear,
+    RowParallelLinear,
+    get_tensor_model_parallel_world_size,
+)
+from vllm_dsv4.config import Dsv4Config
+from vllm_dsv4.moe.router import Dsv4Router
+from vllm_dsv4.quantization.config import Dsv4QuantConfig
+from vllm_dsv4.quantization.linear import set_out_dtype
+
+
+class Gate(ReplicatedLinear):
+    """Scores of all experts in float32, with the layer's selection bias or its table of experts by token id."""
+
+    def __init__(self, config: Dsv4Config, hash_routed: bool, prefix: str):
+        super().__init__(
+            config.hidden_size, config.n_routed_experts, bias=False, quant_config=Dsv4QuantConfig(), prefix=prefix, return_bias=False
+        )
+        set_out_dtype(self, torch.float32)
+        del self.bias
+        self.bias: nn.Parameter | None = None
+        self.tid2eid: nn.Parameter | None = None
+        if hash_routed:
+            table = torch.zeros(config.vocab_size, config.num_experts_per_tok, dtype=torch.int32)
+            self.tid2eid = nn.Parameter(table, requires_grad=False)
+        else:
+            self.bias = nn.Parameter(torch.zeros(config.n_routed_experts, dtype=torch.float32), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # The bias only takes part in the selection, so the linear layer's own forward must not see it.
+        return self.quant_method.apply(self, x)
+
+
+class SharedExpert(nn.Module):
+    """The expert that every token visits; its output is this rank's share, reduced together with the routed experts'."""
+
+    def __init__(self, config: Dsv4Config, quant_config: Dsv4QuantConfig, prefix: str):
+        super().__init__()
+        size = config.n_shared_experts * config.moe_intermediate_size
+        self.swiglu_limit = config.swiglu_limit
+        self.w1 = ColumnParallelLinear(
+            config.hidden_size, size, bias=False, quant_config=quant_config, prefix=f"{prefix}.w1", return_bias=False
+        )
+        self.w3 = ColumnParallelLinear(
+            config.hidden_size, size, bias=False, quant_config=quant_config, prefix=f"{prefix}.w3", return_bias=False
+        )
+        self.w2 = RowParallelLinear(
+            size,
+            config.hidden_size,
+            bias=False,
+            quant_config=quant_config,
+            prefix=f"{prefix}.w2",
+            reduce_results=False,
+            return_bias=False,
+        )
+        if get_tensor_model_parallel_world_size() > 1:
+            set_out_dtype(self.w2, torch.float32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(ops.swiglu(self.w1(x), self.w3(x), self.swiglu_limit, x.dtype))
+
+
+class MoE(nn.Module):
+    """``ffn`` of a layer: [num_tokens, hidden_size] → same. Hash-routed layers also need the tokens' ids."""
+
+    def __init__(self, config: Dsv4Config, layer: int, quant_config: Dsv4QuantConfig, prefix: str):
+        super().__init__()
+        hash_routed = config.is_hash_layer(layer)
+        self.gate = Gate(config, hash_routed, f"{prefix}.gate")
+        self.shared_experts = SharedExpert(config, quant_config, f"{prefix}.shared_experts")
+        self.experts = FusedMoEFactory(
+            num_experts=config.n_routed_experts,
+            top_k=config.num_experts_per_tok,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.moe_intermediate_size,
+            quant_config=quant_config,
+            prefix=f"{prefix}.experts",
+            router=Dsv4Router(config, self.gate.bias, self.gate.tid2eid),
+            swiglu_limit=config.swiglu_limit,
+            router_logits_dtype=torch.float32,
+            shared_experts=self.shared_experts,
+        )
+
+    def forward(self, x: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
+        # float32 comes back: the sum over experts and ranks is rounded once.
+        return self.experts(hidden_states=x, router_logits=self.gate(x), input_ids=input_ids).to(x.dtype)
