@@ -10,7 +10,6 @@ from torch import nn
 from vllm_dsv4 import ops
 from vllm_dsv4.compat import FusedMoEConfig, FusedMoEMethodBase, RoutedExperts, set_weight_attrs
 from vllm_dsv4.moe.dispatch import combine, dispatch
-from vllm_dsv4.quantization.formats import ceil_div
 
 # Rows and columns of a weight that share a scale, by format (model.md 2.1, 2.2).
 _SCALE_BLOCK = {"mxfp4": (1, 32), "fp8": (128, 128)}
@@ -59,7 +58,7 @@ class Dsv4ExpertsMethod(FusedMoEMethodBase):
         dtype, scale_dtype = (torch.uint8, torch.uint8) if packed else (torch.float8_e4m3fn, torch.float32)
         block_rows, block_columns = _SCALE_BLOCK[self.format]
         _register(layer, name, (num_experts, rows, columns // 2 if packed else columns), dtype, attrs)
-        scale_shape = (num_experts, ceil_div(rows, block_rows), ceil_div(columns, block_columns))
+        scale_shape = (num_experts, -(-rows // block_rows), -(-columns // block_columns))
         # "block" tells vLLM's loader to slice scales as it slices weights.
         _register(layer, f"{name}_scale", scale_shape, scale_dtype, {**attrs, "quant_method": "block"})
 

@@ -57,12 +57,20 @@ class Dsv4QuantConfig(QuantizationConfig):
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         from vllm_dsv4.moe.method import Dsv4ExpertsMethod
-        from vllm_dsv4.quantization.linear import Dsv4Fp8LinearMethod, Dsv4HeadMethod, Dsv4LinearMethod
+        from vllm_dsv4.quantization.grouped_output import GroupedOutputProjection
+        from vllm_dsv4.quantization.linear import (
+            Dsv4Fp8LinearMethod,
+            Dsv4HeadMethod,
+            Dsv4LinearMethod,
+            Dsv4WidenedLinearMethod,
+        )
 
         if isinstance(layer, RoutedExperts):
             return Dsv4ExpertsMethod(layer.moe_config, None if self.format is None else self.format.experts)
         if isinstance(layer, ParallelLMHead):
             return Dsv4HeadMethod()
-        if isinstance(layer, LinearBase):
-            return Dsv4LinearMethod() if self.format is None else Dsv4Fp8LinearMethod()
-        return None
+        if not isinstance(layer, LinearBase):
+            return None
+        if self.format is None:
+            return Dsv4LinearMethod()
+        return Dsv4WidenedLinearMethod() if isinstance(layer, GroupedOutputProjection) else Dsv4Fp8LinearMethod()

@@ -13,7 +13,6 @@ from torch import nn
 
 from vllm_dsv4 import ops
 from vllm_dsv4.compat import LinearMethodBase, UnquantizedEmbeddingMethod, set_weight_attrs
-from vllm_dsv4.quantization.formats import ceil_div
 
 BLOCK = 128
 """Rows and columns of a weight that share one scale (model.md 2.1)."""
@@ -60,10 +59,23 @@ class Dsv4Fp8LinearMethod(LinearMethodBase):
         if (rows, columns) != (output_size, input_size) and (rows % BLOCK or columns % BLOCK):
             raise ValueError(f"this rank's slice [{rows}, {columns}] of a block-FP8 weight is not made of whole 128x128 blocks; use fewer ranks")
         _register(layer, "weight", (rows, columns), torch.float8_e4m3fn, extra_weight_attrs)
-        _register(layer, "scale", (ceil_div(rows, BLOCK), ceil_div(columns, BLOCK)), torch.float32, extra_weight_attrs)
+        _register(layer, "scale", (-(-rows // BLOCK), -(-columns // BLOCK)), torch.float32, extra_weight_attrs)
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return ops.fp8_linear(x, layer.weight, layer.scale, out_dtype=getattr(layer, "out_dtype", None))
+
+
+class Dsv4WidenedLinearMethod(Dsv4Fp8LinearMethod):
+    """A layer stored in block FP8 whose weight is widened to the model's dtype once loaded.
+
+    That is how DeepSeek's code computes ``wo_a``: on activations that are not quantised (model.md 5.1).
+    """
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        rows, columns = layer.weight.shape
+        scale = layer.scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+        layer.weight = nn.Parameter((layer.weight.float() * scale).to(layer.params_dtype), requires_grad=False)
+        del layer.scale
 
 
 class Dsv4HeadMethod(UnquantizedEmbeddingMethod):

@@ -1,0 +1,128 @@
+"""DeepSeek-V4 for vLLM: embedding, layers with hyper-connections, head (model.md 3).
+
+Module names are the checkpoint's own tensor names, so that loading needs no table of names (except for the routed experts,
+whose weights vLLM stacks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from vllm_dsv4 import ops
+from vllm_dsv4.attention.cache import CacheFactory
+from vllm_dsv4.attention.compressor import Norm
+from vllm_dsv4.attention.layer import Attention
+from vllm_dsv4.compat import LogitsProcessor, ParallelLMHead, VllmConfig, VocabParallelEmbedding, current_platform
+from vllm_dsv4.config import Dsv4Config
+from vllm_dsv4.model.loader import load_weights
+from vllm_dsv4.moe.layer import MoE
+from vllm_dsv4.quantization.config import Dsv4QuantConfig
+from vllm_dsv4.reference.rope import build_cos_sin_cache
+
+
+class Dsv4DecoderLayer(nn.Module):
+    """One layer: attention and experts, each behind a hyper-connection over the residual streams [T, hc_mult, hidden_size]."""
+
+    def __init__(self, config: Dsv4Config, layer: int, caches: CacheFactory, quant_config: Dsv4QuantConfig, prefix: str):
+        super().__init__()
+        self.config = config
+        self.attn = Attention(config, layer, caches, quant_config, f"{prefix}.attn")
+        self.ffn = MoE(config, layer, quant_config, f"{prefix}.ffn")
+        self.attn_norm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.ffn_norm = Norm(config.hidden_size, config.rms_norm_eps)
+        for part in ("attn", "ffn"):
+            _register_hyper_connection(self, f"hc_{part}", config.hc_rows, 3, config)
+
+    def forward(
+        self, streams: torch.Tensor, positions: torch.Tensor, input_ids: torch.Tensor, cos_sin_cache: torch.Tensor
+    ) -> torch.Tensor:
+        x, post, comb = self._hc_pre(streams, self.hc_attn_fn, self.hc_attn_scale, self.hc_attn_base)
+        x = self.attn(self.attn_norm(x), positions, cos_sin_cache)
+        streams = ops.hc_post(x, streams, post, comb)
+        x, post, comb = self._hc_pre(streams, self.hc_ffn_fn, self.hc_ffn_scale, self.hc_ffn_base)
+        x = self.ffn(self.ffn_norm(x), input_ids)
+        return ops.hc_post(x, streams, post, comb)
+
+    def _hc_pre(
+        self, streams: torch.Tensor, fn: torch.Tensor, scale: torch.Tensor, base: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        config = self.config
+        return ops.hc_pre(streams, fn, scale, base, config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters)
+
+
+class Dsv4ForCausalLM(nn.Module):
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        super().__init__()
+        config = Dsv4Config.from_hf(vllm_config.model_config.hf_config)
+        self.config = config
+        quant_config = Dsv4QuantConfig(config.quantization)
+        caches = CacheFactory(config, vllm_config)
+        start = f"{prefix}." if prefix else ""
+        self.embed = VocabParallelEmbedding(config.vocab_size, config.hidden_size, prefix=f"{start}embed")
+        self.layers = nn.ModuleList(
+            Dsv4DecoderLayer(config, layer, caches, quant_config, f"{start}layers.{layer}")
+            for layer in range(config.num_hidden_layers)
+        )
+        _register_hyper_connection(self, "hc_head", config.hc_mult, 1, config)
+        self.norm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.head = ParallelLMHead(
+            config.vocab_size, config.hidden_size, quant_config=Dsv4QuantConfig(), prefix=f"{start}head"
+        )
+        self.logits_processor = LogitsProcessor(config.vocab_size)
+        self._register_rope(vllm_config.model_config.max_model_len)
+
+    def _register_rope(self, num_positions: int) -> None:
+        """Tables of cosines and sines for every position that the engine can serve; compressed layers have their own."""
+        config, rope_dim = self.config, self.config.qk_rope_head_dim
+        tables = {
+            "cos_sin_cache": build_cos_sin_cache(config.rope_theta, None, rope_dim, num_positions),
+            "compress_cos_sin_cache": build_cos_sin_cache(config.compress_rope_theta, config.yarn, rope_dim, num_positions),
+        }
+        for name, table in tables.items():
+            self.register_buffer(name, table.to(current_platform.device_type), persistent=False)
+
+    @property
+    def lm_head(self) -> ParallelLMHead:
+        """The head under the name by which vLLM looks for it."""
+        return self.head
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        # A request can carry any id when the server runs without a tokenizer; one bad request must not end the engine.
+        return self.embed(input_ids.clamp(0, self.config.vocab_size - 1))
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """``input_ids``, ``positions`` [T] → hidden states [T, hidden_size] before the head."""
+        x = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
+        streams = x[:, None].repeat(1, self.config.hc_mult, 1)
+        for layer in self.layers:
+            table = self.compress_cos_sin_cache if layer.attn.compress_ratio else self.cos_sin_cache
+            streams = layer(streams, positions, input_ids, table)
+        x = ops.hc_head(
+            streams, self.hc_head_fn, self.hc_head_scale, self.hc_head_base, self.config.rms_norm_eps, self.config.hc_eps
+        )
+        return self.norm(x)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        return self.logits_processor(self.head, hidden_states)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        return load_weights(self, self.config, weights)
+
+
+def _register_hyper_connection(module: nn.Module, name: str, rows: int, num_scales: int, config: Dsv4Config) -> None:
+    """Add ``NAME_fn`` [rows, hc_mult * hidden_size], ``NAME_base`` [rows] and ``NAME_scale``, all float32 (model.md 3.2)."""
+    shapes = {"fn": (rows, config.hc_mult * config.hidden_size), "base": (rows,), "scale": (num_scales,)}
+    for suffix, shape in shapes.items():
+        parameter = nn.Parameter(torch.zeros(shape, dtype=torch.float32), requires_grad=False)
+        module.register_parameter(f"{name}_{suffix}", parameter)
