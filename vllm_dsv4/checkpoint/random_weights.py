@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch
 
 from vllm_dsv4.checkpoint.schema import (
+    FLOAT32,
     FP8_BLOCK,
     FP8_SCALE,
     FP8_WEIGHT,
@@ -25,9 +26,6 @@ from vllm_dsv4.checkpoint.schema import (
 )
 from vllm_dsv4.config import Dsv4Config
 from vllm_dsv4.reference.numerics import E4M3_MAX, exponent_to_e8m0, fp8_scale_exponent, quantize_e4m3, quantize_mxfp4
-
-_FLOAT32_SUFFIXES = ("_fn", "_base", "_scale", "attn_sink", ".ape", "gate.bias")
-"""Plain tensors that the real checkpoint stores in float32 (model.md 2)."""
 
 
 def random_tensors(
@@ -57,7 +55,7 @@ def random_tensors(
             packed, scale_bytes = quantize_mxfp4(value)
             weight, scale = packed.view(torch.int8), scale_bytes.view(torch.float8_e8m0fnu)
         else:
-            yield name, value if name.endswith(_FLOAT32_SUFFIXES) else value.to(dtype)
+            yield name, value if spec.storage == FLOAT32 else value.to(dtype)
             continue
         yield name, weight
         yield name.removesuffix("weight") + "scale", scale

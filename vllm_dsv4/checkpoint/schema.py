@@ -36,14 +36,18 @@ SAFETENSORS_DTYPES: dict[str, torch.dtype] = {
 _DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 PLAIN = "plain"
+FLOAT32 = "float32"
+"""Parameters that the real checkpoint keeps in float32, and the model too, whatever its dtype."""
 FP8_WEIGHT = "fp8_weight"
 FP8_SCALE = "fp8_scale"
 MXFP4_WEIGHT = "mxfp4_weight"
 MXFP4_SCALE = "mxfp4_scale"
 INDEX = "index"
 
+_FLOATS = frozenset({torch.bfloat16, torch.float32, torch.float16})
 _STORAGE_DTYPES: dict[str, frozenset[torch.dtype]] = {
-    PLAIN: frozenset({torch.bfloat16, torch.float32, torch.float16}),
+    PLAIN: _FLOATS,
+    FLOAT32: _FLOATS,
     FP8_WEIGHT: frozenset({torch.float8_e4m3fn}),
     # Flash ships UE8M0 scales, Flash-Base float32 ones (model.md 1.1).
     FP8_SCALE: frozenset({torch.float8_e8m0fnu, torch.float32}),
@@ -115,6 +119,9 @@ class _SchemaBuilder:
     def plain(self, name: str, *shape: int) -> None:
         self.add(name, PLAIN, *shape)
 
+    def float32(self, name: str, *shape: int) -> None:
+        self.add(name, FLOAT32, *shape)
+
     def linear(self, name: str, out_features: int, in_features: int) -> None:
         """A projection that is block FP8 in a quantised checkpoint (model.md 2.1)."""
         if self.config.quantization is None:
@@ -134,15 +141,15 @@ class _SchemaBuilder:
     def layer(self, prefix: str, compress_ratio: int, is_hash: bool) -> None:
         for part in ("attn", "ffn"):
             self.plain(f"{prefix}{part}_norm.weight", self.config.hidden_size)
-            self.plain(f"{prefix}hc_{part}_fn", self.config.hc_rows, self.config.hc_mult * self.config.hidden_size)
-            self.plain(f"{prefix}hc_{part}_base", self.config.hc_rows)
-            self.plain(f"{prefix}hc_{part}_scale", 3)
+            self.float32(f"{prefix}hc_{part}_fn", self.config.hc_rows, self.config.hc_mult * self.config.hidden_size)
+            self.float32(f"{prefix}hc_{part}_base", self.config.hc_rows)
+            self.float32(f"{prefix}hc_{part}_scale", 3)
         self.attention(f"{prefix}attn.", compress_ratio)
         self.mixture_of_experts(f"{prefix}ffn.", is_hash)
 
     def attention(self, prefix: str, compress_ratio: int) -> None:
         config = self.config
-        self.plain(f"{prefix}attn_sink", config.num_attention_heads)
+        self.float32(f"{prefix}attn_sink", config.num_attention_heads)
         self.linear(f"{prefix}wq_a", config.q_lora_rank, config.hidden_size)
         self.plain(f"{prefix}q_norm.weight", config.q_lora_rank)
         self.linear(f"{prefix}wq_b", config.num_attention_heads * config.head_dim, config.q_lora_rank)
@@ -162,7 +169,7 @@ class _SchemaBuilder:
         width = 2 * head_dim if compress_ratio == 4 else head_dim
         self.plain(f"{prefix}wkv.weight", width, self.config.hidden_size)
         self.plain(f"{prefix}wgate.weight", width, self.config.hidden_size)
-        self.plain(f"{prefix}ape", compress_ratio, width)
+        self.float32(f"{prefix}ape", compress_ratio, width)
         self.plain(f"{prefix}norm.weight", head_dim)
 
     def mixture_of_experts(self, prefix: str, is_hash: bool) -> None:
@@ -171,7 +178,7 @@ class _SchemaBuilder:
         if is_hash:
             self.add(f"{prefix}gate.tid2eid", INDEX, config.vocab_size, config.num_experts_per_tok)
         else:
-            self.plain(f"{prefix}gate.bias", config.n_routed_experts)
+            self.float32(f"{prefix}gate.bias", config.n_routed_experts)
         for expert in range(config.n_routed_experts):
             for name, out_features, in_features in _ffn_shapes(config.hidden_size, config.moe_intermediate_size):
                 self.routed_expert(f"{prefix}experts.{expert}.{name}", out_features, in_features)
@@ -180,9 +187,9 @@ class _SchemaBuilder:
             self.linear(f"{prefix}shared_experts.{name}", out_features, in_features)
 
     def hyper_connection_head(self, prefix: str) -> None:
-        self.plain(f"{prefix}hc_head_fn", self.config.hc_mult, self.config.hc_mult * self.config.hidden_size)
-        self.plain(f"{prefix}hc_head_base", self.config.hc_mult)
-        self.plain(f"{prefix}hc_head_scale", 1)
+        self.float32(f"{prefix}hc_head_fn", self.config.hc_mult, self.config.hc_mult * self.config.hidden_size)
+        self.float32(f"{prefix}hc_head_base", self.config.hc_mult)
+        self.float32(f"{prefix}hc_head_scale", 1)
 
 
 def _ffn_shapes(hidden: int, intermediate: int) -> tuple[tuple[str, int, int], ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from vllm_dsv4.checkpoint.random_weights import random_tensors
+from vllm_dsv4.checkpoint.schema import checkpoint_schema
 from vllm_dsv4.checkpoint.tokenizer import MIN_VOCAB_SIZE, write_tokenizer
 from vllm_dsv4.config import ConfigError, Dsv4Config
 
@@ -23,7 +25,7 @@ def write_checkpoint(
     raw_config: dict[str, Any],
     *,
     seed: int = 0,
-    max_shard_bytes: int = 4_000_000,
+    max_shard_bytes: int | None = None,
     include_draft: bool = True,
     progress: Callable[[str], None] = lambda line: None,
 ) -> int:
@@ -33,7 +35,8 @@ def write_checkpoint(
         folder: created if needed; a checkpoint in it is replaced.
         raw_config: ``config.json``'s content (see ``tiny.preset_config``); decides quantisation and dtype.
         seed: of the weights.
-        max_shard_bytes: a shard is closed before it grows beyond this, so memory is bounded by it and the largest tensor.
+        max_shard_bytes: a shard is closed before it grows beyond this, so memory is bounded by it and the largest tensor. By
+            default about a third of the checkpoint, at most 4 GB.
         include_draft: write the ``mtp.*`` tensors of ``num_nextn_predict_layers`` stages.
         progress: takes a line for every file.
 
@@ -56,12 +59,16 @@ def write_checkpoint(
         progress(f"tokenizer.json: {config.vocab_size} tokens")
     else:
         progress(f"no tokenizer: vocab_size {config.vocab_size} is below {MIN_VOCAB_SIZE}; serve with --skip-tokenizer-init")
-    return _write_shards(folder, random_tensors(config, seed, DTYPES[name], include_draft), max_shard_bytes, progress)
+    tensors = random_tensors(config, seed, DTYPES[name], include_draft)
+    return _write_shards(folder, tensors, max_shard_bytes or _default_shard_bytes(config), progress)
 
 
-def _write_shards(
-    folder: Path, tensors: Iterator[tuple[str, torch.Tensor]], max_shard_bytes: int, progress: Callable[[str], None]
-) -> int:
+def _default_shard_bytes(config: Dsv4Config) -> int:
+    elements = sum(math.prod(spec.shape) for spec in checkpoint_schema(config).values())
+    return max(1_000_000, min(4_000_000_000, elements // 3))
+
+
+def _write_shards(folder: Path, tensors: Iterator[tuple[str, torch.Tensor]], max_shard_bytes: int, progress: Callable[[str], None]) -> int:
     """Write shards under temporary names, since their final names hold their number, then the index."""
     weight_map: dict[str, int] = {}
     total_bytes = num_shards = 0
@@ -74,7 +81,9 @@ def _write_shards(
         progress(f"shard {num_shards}: {len(shard)} tensors, {shard_bytes / 1e6:.1f} MB")
     names = {number: f"model-{number:05d}-of-{num_shards:05d}.safetensors" for number in range(1, num_shards + 1)}
     for number, name in names.items():
-        (folder / f".shard-{number}").replace(folder / name)
+        shard_file = folder / f".shard-{number}"
+        shard_file.chmod(0o644)  # safetensors leaves its files readable by their owner alone
+        shard_file.replace(folder / name)
     index = {"metadata": {"total_size": total_bytes}, "weight_map": {name: names[number] for name, number in weight_map.items()}}
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
     return total_bytes
