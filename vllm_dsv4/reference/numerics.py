@@ -7,6 +7,8 @@ and their quotients by a power of two exactly, so the quantiser's only rounding 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from vllm_dsv4.quantization.formats import (
@@ -26,6 +28,18 @@ FP8_AMAX_FLOOR = 1e-4
 FP4_AMAX_FLOOR = 6.0 * 2.0**-126
 WEIGHT_BLOCK = 128
 MXFP4_BLOCK = 32
+_TILE_ELEMENTS = 1 << 20
+
+
+def row_tiles(num_rows: int, row_elements: int) -> Iterator[slice]:
+    """Slices of rows with about a million elements each: what a reference op widens to float64 at a time."""
+    step = max(1, _TILE_ELEMENTS // max(1, row_elements))
+    return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
+
+
+def rms_normalize(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """``x · rsqrt(mean(x²) + eps)`` over the last dimension, in ``x``'s dtype and without a weight (model.md 3.1)."""
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
 
 
 def ue8m0_exponent(x: torch.Tensor) -> torch.Tensor:
