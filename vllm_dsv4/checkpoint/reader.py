@@ -6,6 +6,7 @@ import json
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from vllm_dsv4.checkpoint.schema import CheckpointError
 from vllm_dsv4.checkpoint.writer import INDEX_FILE
@@ -40,7 +41,7 @@ def weight_files(folder: str | Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _read_header(path: Path) -> dict[str, dict[str, object]]:
+def _read_header(path: Path) -> dict[str, dict[str, Any]]:
     """A safetensors file: 8 bytes of header length (little endian), the header as JSON, then the tensors' bytes."""
     with path.open("rb") as file:
         prefix = file.read(8)

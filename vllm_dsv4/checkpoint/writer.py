@@ -60,12 +60,13 @@ def write_checkpoint(
     else:
         progress(f"no tokenizer: vocab_size {config.vocab_size} is below {MIN_VOCAB_SIZE}; serve with --skip-tokenizer-init")
     tensors = random_tensors(config, seed, DTYPES[name], include_draft)
-    return _write_shards(folder, tensors, max_shard_bytes or _default_shard_bytes(config), progress)
+    return _write_shards(folder, tensors, max_shard_bytes or _default_shard_bytes(config, DTYPES[name]), progress)
 
 
-def _default_shard_bytes(config: Dsv4Config) -> int:
+def _default_shard_bytes(config: Dsv4Config, dtype: torch.dtype) -> int:
     elements = sum(math.prod(spec.shape) for spec in checkpoint_schema(config).values())
-    return max(1_000_000, min(4_000_000_000, elements // 3))
+    total_bytes = elements * (dtype.itemsize if config.quantization is None else 1)  # nearly: few tensors are not one byte wide
+    return max(1_000_000, min(4_000_000_000, total_bytes // 3))
 
 
 def _write_shards(folder: Path, tensors: Iterator[tuple[str, torch.Tensor]], max_shard_bytes: int, progress: Callable[[str], None]) -> int:
