@@ -185,7 +185,8 @@ def encode_entries(x: torch.Tensor, fmt: PackedFormat) -> tuple[torch.Tensor, to
         return torch.cat((q.view(torch.uint8), rope.view(torch.uint8)), -1), torch.cat((sf, torch.zeros_like(sf[:, :1])), -1)
     if isinstance(fmt, IndexerFP8Format):
         q, exponent = quantize_fp8_groups(x, fmt.head_dim)
-        return q.view(torch.uint8), e8m0_to_float(exponent_to_e8m0(exponent)).view(torch.uint8)
+        sf = e8m0_to_float(exponent_to_e8m0(exponent)).flatten()
+        return q.view(torch.uint8), sf.view(torch.uint8).view(len(x), fmt.scale_bytes)
     assert isinstance(fmt, IndexerMXFP4Format)
     return quantize_mxfp4(x)
 
