@@ -45,7 +45,7 @@ def check_engine_options(vllm_config: VllmConfig) -> None:
         raise ConfigError("LoRA (--enable-lora) is not supported for DeepSeek-V4; serve without it")
     if vllm_config.speculative_config is not None:
         method = vllm_config.speculative_config.method
-        raise ConfigError(f"speculative decoding (method {method!r}) is not supported for DeepSeek-V4 yet; serve without --speculative-config")
+        raise ConfigError(f"speculative decoding (method {method!r}) is not supported yet; serve without --speculative-config")
 
 
 def _check_parallel(parallel: Any, config: Dsv4Config) -> None:

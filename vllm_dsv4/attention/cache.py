@@ -57,13 +57,14 @@ class CacheLayer(nn.Module, AttentionLayerBase):
         """
         entry = self.spec.state_content_bytes or self.spec.head_size
         expected = (1, self.spec.num_states, entry)
+        page = self.spec.num_states * entry
         if kv_cache.dtype != self.spec.dtype or tuple(kv_cache.shape[1:]) != expected or kv_cache.stride()[2:] != (entry, 1):
             raise ValueError(
                 f"cache {self.prefix!r}: expected pages {expected} of {self.spec.dtype} with strides (…, {entry}, 1), got "
                 f"{tuple(kv_cache.shape[1:])} of {kv_cache.dtype} with strides {kv_cache.stride()[1:]}; is this vLLM supported?"
             )
-        if kv_cache.shape[0] > 1 and kv_cache.stride(0) < self.spec.num_states * entry:
-            raise ValueError(f"cache {self.prefix!r}: a page of {self.spec.num_states * entry} elements overlaps the next, {kv_cache.stride(0)} on")
+        if kv_cache.shape[0] > 1 and kv_cache.stride(0) < page:
+            raise ValueError(f"cache {self.prefix!r}: pages of {page} elements overlap, their stride is {kv_cache.stride(0)}")
         self.kv_cache = kv_cache.squeeze(1)
 
     def metadata(self) -> Dsv4Metadata | None:

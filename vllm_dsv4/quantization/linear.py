@@ -57,7 +57,7 @@ class Dsv4Fp8LinearMethod(LinearMethodBase):
     ) -> None:
         rows, columns = sum(output_partition_sizes), input_size_per_partition
         if (rows, columns) != (output_size, input_size) and (rows % BLOCK or columns % BLOCK):
-            raise ValueError(f"this rank's slice [{rows}, {columns}] of a block-FP8 weight is not made of whole 128x128 blocks; use fewer ranks")
+            raise ValueError(f"a rank's slice [{rows}, {columns}] of a block-FP8 weight must be whole 128x128 blocks; use fewer ranks")
         _register(layer, "weight", (rows, columns), torch.float8_e4m3fn, extra_weight_attrs)
         _register(layer, "scale", (-(-rows // BLOCK), -(-columns // BLOCK)), torch.float32, extra_weight_attrs)
 
