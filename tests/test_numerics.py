@@ -61,7 +61,9 @@ def test_e8m0_is_exact() -> None:
 def test_e4m3_rounds_to_nearest_even(generator: torch.Generator) -> None:
     values = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double().tolist()  # 0 .. 448, ascending
     midpoints = [(a + b) / 2 for a, b in zip(values[:-1], values[1:], strict=True)]
-    inputs = torch.tensor(values + midpoints + [447.9, 448.1, 460.0, 1e9, math.inf, 1e-9, 2.0**-10])
+    ties = torch.tensor(midpoints)
+    ties = torch.cat((torch.nextafter(ties, 2 * ties), ties, torch.nextafter(ties, 0 * ties)))
+    inputs = torch.cat((torch.tensor([*values, 447.9, 448.1, 460.0, 1e9, math.inf, 1e-9]), ties))
     inputs = torch.cat((inputs, torch.randn(500, generator=generator) * 200))
     expected = [nearest_even(min(abs(x), 448.0), values) | (128 if math.copysign(1, x) < 0 else 0) for x in inputs.tolist()]
     assert numerics.quantize_e4m3(inputs).view(torch.uint8).tolist() == expected
@@ -70,7 +72,9 @@ def test_e4m3_rounds_to_nearest_even(generator: torch.Generator) -> None:
 def test_e2m1_rounds_to_nearest_even(generator: torch.Generator) -> None:
     midpoints = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]
     assert numerics.decode_e2m1(numerics.quantize_e2m1(torch.tensor(midpoints))).tolist() == [0, 1, 1, 2, 2, 4, 4]
-    inputs = torch.cat((torch.tensor([*E2M1, *midpoints, 7.0, 1e9, math.inf]), torch.randn(500, generator=generator) * 3))
+    ties = torch.tensor(midpoints)
+    ties = torch.cat((torch.nextafter(ties, 2 * ties), ties, torch.nextafter(ties, 0 * ties)))
+    inputs = torch.cat((torch.tensor([*E2M1, 7.0, 1e9, math.inf]), ties, torch.randn(500, generator=generator) * 3))
     inputs = torch.cat((inputs, -inputs))
     expected = [nearest_even(min(abs(x), 6.0), list(E2M1)) | (8 if math.copysign(1, x) < 0 else 0) for x in inputs.tolist()]
     assert numerics.quantize_e2m1(inputs).tolist() == expected

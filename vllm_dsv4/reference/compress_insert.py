@@ -66,18 +66,17 @@ def _pool_windows(
     window = 2 * compress_ratio if overlapping else compress_ratio
     position = last_position.unsqueeze(-1) + torch.arange(1 - window, 1, device=last_position.device)  # [N, window]
     present = position >= 0
-    position = position.clamp(min=0)
+    position = position.clamp(min=0)  # an absent row is read as row 0, which such a window contains, and masked below
     page_size = state_cache.shape[1]
     page = block_table[request.unsqueeze(-1), position // page_size].long()
-    rows = state_cache[torch.where(present, page, 0), position % page_size]  # [N, window, 2w]
+    rows = state_cache[page, position % page_size]  # [N, window, 2w]
     kv, gate = rows.chunk(2, dim=-1)
     if overlapping:  # the previous window's tokens give their first halves, the own window's tokens their second
         kv, gate = (
             torch.cat((part[:, :compress_ratio, :head_dim], part[:, compress_ratio:, head_dim:]), dim=1) for part in (kv, gate)
         )
-    absent = ~present.unsqueeze(-1)
-    weights = gate.double().masked_fill(absent, -torch.inf).softmax(dim=1)
-    return (weights * kv.double().masked_fill(absent, 0.0)).sum(dim=1).float()
+    weights = gate.double().masked_fill(~present.unsqueeze(-1), -torch.inf).softmax(dim=1)
+    return (weights * kv.double()).sum(dim=1).float()
 
 
 def _finish_entries(
