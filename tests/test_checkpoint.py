@@ -226,7 +226,14 @@ def test_truncated_or_missing_shards_are_reported(tmp_path: Path) -> None:
         list(iter_headers(tmp_path))
 
 
-TEXTS = ["", "Hello, how are you?", "  two  spaces\n\n\ttabs\r\n", "naïve 你好 🙂 \x00\x7f", 'x = {"a": [1, 2.5e-3]}  # ok', "<|not special|>"]
+TEXTS = [
+    "",
+    "Hello, how are you?",
+    "  two  spaces\n\n\ttabs\r\n",
+    "naïve 你好 🙂 \x00\x7f",
+    'x = {"a": [1, 2.5e-3]}  # ok',
+    "<|not special|>",
+]
 
 
 @pytest.mark.parametrize("vocab_size", [MIN_VOCAB_SIZE, 300, 1024, 5000])
