@@ -8,7 +8,14 @@ from __future__ import annotations
 
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config
-from vllm.distributed import get_dp_group, get_ep_group, get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.distributed import (
+    get_dp_group,
+    get_ep_group,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_gather,
+    tensor_model_parallel_all_reduce,
+)
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.fused_moe import (
@@ -91,6 +98,8 @@ __all__ = [
     "num_tokens_across_dp",
     "register_quantization_config",
     "set_weight_attrs",
+    "tensor_model_parallel_all_gather",
+    "tensor_model_parallel_all_reduce",
 ]
 
 PAGE_ALIGNMENT = 576

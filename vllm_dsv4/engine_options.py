@@ -63,17 +63,13 @@ def _check_parallel(parallel: Any, config: Dsv4Config) -> None:
 def _check_tensor_parallel(tp_size: int, expert_parallel: bool, config: Dsv4Config) -> None:
     if config.o_groups % tp_size != 0:
         raise ConfigError(f"tensor_parallel_size = {tp_size} does not divide the model's o_groups = {config.o_groups}")
-    # A rank's slice of a quantised weight must be whole scale blocks.
-    block = 1 if config.quantization is None else 128
-    sharded = {"n_shared_experts * moe_intermediate_size": config.n_shared_experts * config.moe_intermediate_size}
-    if not expert_parallel:
-        sharded["moe_intermediate_size"] = config.moe_intermediate_size
-    for name, size in sharded.items():
-        if size % (block * tp_size) != 0:
-            raise ConfigError(
-                f"tensor_parallel_size = {tp_size} cuts {name} = {size} into slices that are not multiples of {block}; "
-                "use fewer ranks, or expert or data parallelism"
-            )
+    # A rank's slice of a quantised expert must be whole blocks of activation scales.
+    block, size = 1 if config.quantization is None else 128, config.moe_intermediate_size
+    if not expert_parallel and size % (block * tp_size) != 0:
+        raise ConfigError(
+            f"tensor_parallel_size = {tp_size} cuts moe_intermediate_size = {size} into slices that are not multiples of {block}; "
+            "use fewer ranks, or --enable-expert-parallel"
+        )
 
 
 def _check_cache(vllm_config: VllmConfig, config: Dsv4Config) -> None:

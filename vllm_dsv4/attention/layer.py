@@ -18,6 +18,7 @@ from vllm_dsv4.compat import (
     set_weight_attrs,
 )
 from vllm_dsv4.config import Dsv4Config
+from vllm_dsv4.parallel import PARTIAL_SUM_DTYPE, sum_over_ranks
 from vllm_dsv4.quantization.config import Dsv4QuantConfig
 from vllm_dsv4.quantization.grouped_output import GroupedOutputProjection
 from vllm_dsv4.quantization.linear import set_out_dtype
@@ -58,10 +59,11 @@ class Attention(nn.Module):
         self.wkv = ReplicatedLinear(config.hidden_size, config.head_dim, **options("wkv"))
         self.kv_norm = Norm(config.head_dim, config.rms_norm_eps)
         self.wo_a = GroupedOutputProjection(config, quant_config, f"{prefix}.wo_a")
-        self.wo_b = RowParallelLinear(config.o_groups * config.o_lora_rank, config.hidden_size, **options("wo_b"))
+        self.wo_b = RowParallelLinear(
+            config.o_groups * config.o_lora_rank, config.hidden_size, reduce_results=False, **options("wo_b")
+        )
         if tp_size > 1:
-            # Partial sums are reduced in float32 and rounded once, so that the result does not depend on the split.
-            set_out_dtype(self.wo_b, torch.float32)
+            set_out_dtype(self.wo_b, PARTIAL_SUM_DTYPE)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor) -> torch.Tensor:
         metadata = self.window_cache.metadata()
@@ -70,7 +72,7 @@ class Attention(nn.Module):
         # Rows past num_tokens pad the batch; they are left out of the attention and stay zero.
         self._attend(x[:num_tokens], positions[:num_tokens], cos_sin_cache, out[:num_tokens])
         out = ops.inverse_rope(out, positions, cos_sin_cache)
-        return self.wo_b(self.wo_a(out).flatten(1)).to(x.dtype)
+        return sum_over_ranks(self.wo_b(self.wo_a(out).flatten(1))).to(x.dtype)
 
     def _attend(self, x: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor, out: torch.Tensor) -> None:
         qr = self.q_norm(self.wq_a(x))

@@ -6,15 +6,10 @@ import torch
 from torch import nn
 
 from vllm_dsv4 import ops
-from vllm_dsv4.compat import (
-    ColumnParallelLinear,
-    FusedMoEFactory,
-    ReplicatedLinear,
-    RowParallelLinear,
-    get_tensor_model_parallel_world_size,
-)
+from vllm_dsv4.compat import FusedMoEFactory, ReplicatedLinear
 from vllm_dsv4.config import Dsv4Config
 from vllm_dsv4.moe.router import Dsv4Router
+from vllm_dsv4.parallel import sum_over_ranks
 from vllm_dsv4.quantization.config import Dsv4QuantConfig
 from vllm_dsv4.quantization.linear import set_out_dtype
 
@@ -42,29 +37,21 @@ class Gate(ReplicatedLinear):
 
 
 class SharedExpert(nn.Module):
-    """The expert that every token visits; its output is this rank's share, reduced together with the routed experts'."""
+    """The expert that every token visits; whole on every rank, as in DeepSeek's code, so that its output is rounded as there."""
 
     def __init__(self, config: Dsv4Config, quant_config: Dsv4QuantConfig, prefix: str):
         super().__init__()
-        size = config.n_shared_experts * config.moe_intermediate_size
+        hidden_size, size = config.hidden_size, config.n_shared_experts * config.moe_intermediate_size
         self.swiglu_limit = config.swiglu_limit
-        self.w1 = ColumnParallelLinear(
-            config.hidden_size, size, bias=False, quant_config=quant_config, prefix=f"{prefix}.w1", return_bias=False
-        )
-        self.w3 = ColumnParallelLinear(
-            config.hidden_size, size, bias=False, quant_config=quant_config, prefix=f"{prefix}.w3", return_bias=False
-        )
-        self.w2 = RowParallelLinear(
-            size,
-            config.hidden_size,
-            bias=False,
-            quant_config=quant_config,
-            prefix=f"{prefix}.w2",
-            reduce_results=False,
-            return_bias=False,
-        )
-        if get_tensor_model_parallel_world_size() > 1:
-            set_out_dtype(self.w2, torch.float32)
+
+        def linear(name: str, input_size: int, output_size: int) -> ReplicatedLinear:
+            return ReplicatedLinear(
+                input_size, output_size, bias=False, quant_config=quant_config, prefix=f"{prefix}.{name}", return_bias=False
+            )
+
+        self.w1 = linear("w1", hidden_size, size)
+        self.w3 = linear("w3", hidden_size, size)
+        self.w2 = linear("w2", size, hidden_size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.w2(ops.swiglu(self.w1(x), self.w3(x), self.swiglu_limit, x.dtype))
@@ -88,9 +75,12 @@ class MoE(nn.Module):
             router=Dsv4Router(config, self.gate.bias, self.gate.tid2eid),
             swiglu_limit=config.swiglu_limit,
             router_logits_dtype=torch.float32,
-            shared_experts=self.shared_experts,
+            reduce_results=False,
         )
 
     def forward(self, x: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
-        # float32 comes back: the sum over experts and ranks is rounded once.
-        return self.experts(hidden_states=x, router_logits=self.gate(x), input_ids=input_ids).to(x.dtype)
+        routed = self.experts(hidden_states=x, router_logits=self.gate(x), input_ids=input_ids)
+        if not self.experts.routed_experts.quant_method.output_is_summed:
+            routed = sum_over_ranks(routed)
+        # The sum over experts and ranks is wide until here, and rounded once.
+        return (routed + self.shared_experts(x)).to(x.dtype)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from vllm_dsv4 import ops
-from vllm_dsv4.compat import FusedMoEConfig, FusedMoEMethodBase, RoutedExperts, set_weight_attrs
+from vllm_dsv4.compat import FusedMoEConfig, FusedMoEMethodBase, RoutedExperts, current_platform, set_weight_attrs
 from vllm_dsv4.moe.dispatch import combine, dispatch
+from vllm_dsv4.parallel import sum_over_ranks
 
 # Rows and columns of a weight that share a scale, by format (model.md 2.1, 2.2).
 _SCALE_BLOCK = {"mxfp4": (1, 32), "fp8": (128, 128)}
@@ -32,6 +34,17 @@ class Dsv4ExpertsMethod(FusedMoEMethodBase):
         # Says that ``apply`` gathers tokens over data-parallel ranks itself. vLLM's own gather comes before the routing and
         # leaves the token ids behind, which hash-routed layers need.
         return True
+
+    @property
+    def output_is_summed(self) -> bool:
+        """Whether ``apply``, or vLLM after it, already sums over tensor-parallel ranks."""
+        return self._sum_slices is not None or not self.moe.skip_final_all_reduce
+
+    @property
+    def _sum_slices(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        # Ranks that hold slices of the same experts (tensor without expert parallelism) each have a part of every expert's
+        # output. The reference sums these before it rounds, so that the split does not show.
+        return sum_over_ranks if self.moe.tp_size > 1 and current_platform.is_cpu() else None
 
     def create_weights(
         self,
@@ -74,7 +87,7 @@ class Dsv4ExpertsMethod(FusedMoEMethodBase):
         shared_experts: Any = None,
         shared_experts_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The routed experts' part of the layer: [num_tokens, hidden_size] float32, this rank's share of the sum."""
+        """The routed experts' part of the layer: [num_tokens, hidden_size], wide, this rank's share of the sum over experts."""
         gather = self.moe.dp_size > 1
         if gather:
             x, topk_weights, topk_ids = dispatch(x, topk_weights, topk_ids)
@@ -88,8 +101,11 @@ class Dsv4ExpertsMethod(FusedMoEMethodBase):
             w2_sf=getattr(layer, "w2_weight_scale", None),
             swiglu_limit=layer.swiglu_limit or 0.0,
             expert_map=layer.expert_map,
+            sum_slices=self._sum_slices,
         )
-        return combine(out) if gather else out
+        out = combine(out) if gather else out
+        # vLLM's own all-reduce, which data parallelism brings back, has no float64.
+        return out if self.moe.skip_final_all_reduce else out.float()
 
 
 def _register(layer: nn.Module, name: str, shape: tuple[int, ...], dtype: torch.dtype, attrs: dict[str, Any]) -> None:

@@ -146,6 +146,14 @@ def quantize_fp8_groups(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor,
     return quantize_e4m3(groups / e8m0_to_float(exponent_to_e8m0(exponent)).unsqueeze(-1)).flatten(-2), exponent
 
 
+def fp8_round_trip(x: torch.Tensor, group_size: int = WEIGHT_BLOCK) -> torch.Tensor:
+    """An activation [..., K] as an FP8 linear layer sees it → float64, exactly; a last group may be short (model.md 5.1)."""
+    columns = x.shape[-1]
+    q, exponent = quantize_fp8_groups(torch.nn.functional.pad(x, (0, -columns % group_size)), group_size)
+    scale = e8m0_to_float(exponent_to_e8m0(exponent)).double()
+    return (q.double().unflatten(-1, (-1, group_size)) * scale.unsqueeze(-1)).flatten(-2)[..., :columns]
+
+
 def quantize_mxfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """E2M1 with one power-of-two scale for each 32 values of the last dimension (model.md 5.3).
 
