@@ -234,7 +234,10 @@ def _reject_unsupported(read: _Reader) -> None:
         if value is not None and value != expected:
             raise ConfigError(f"{key} = {value!r} is not implemented; DeepSeek-V4 checkpoints have {expected!r}")
     if (read.get("vision_n_layers") or 0) > 0:
-        raise ConfigError("vision checkpoints (vision_n_layers > 0) are not implemented; serve a text-only DeepSeek-V4")
+        raise ConfigError(
+            f"vision checkpoints (vision_n_layers = {read.get('vision_n_layers')}) are not implemented; serve a text-only DeepSeek-V4, "
+            "or set VLLM_DSV4_DISABLE=1 to leave this one to vLLM's own model"
+        )
 
 
 def _compress_ratios(read: _Reader, num_layers: int) -> tuple[int, ...]:
@@ -328,7 +331,10 @@ def _quantization(read: _Reader) -> QuantizationFormat | None:
             f"quantization {method!r} (fmt {quantization.get('fmt')!r}) is not implemented; expected quant_method 'fp8' with fmt 'e4m3'"
         )
     if quantization.get("moe_quant_algo"):
-        raise ConfigError(f"experts quantised with {quantization['moe_quant_algo']} are not implemented; expected MXFP4 or FP8 experts")
+        raise ConfigError(
+            f"experts quantised with {quantization['moe_quant_algo']} (quantization_config.moe_quant_algo) are not implemented; "
+            "serve a checkpoint with MXFP4 or FP8 experts"
+        )
     block = tuple(quantization.get("weight_block_size") or ())
     if block != (128, 128):
         raise ConfigError(f"weight_block_size {list(block)} is not implemented; expected [128, 128]")

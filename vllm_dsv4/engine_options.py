@@ -12,6 +12,7 @@ import torch
 
 from vllm_dsv4.compat import VerifyAndUpdateConfig, VllmConfig, allow_chunked_prefill_on_cpu
 from vllm_dsv4.config import ConfigError, Dsv4Config
+from vllm_dsv4.quantization.config import Dsv4QuantConfig
 
 BLOCK_SIZE = 256
 """Tokens in a block of the compressed caches: 64 entries of ratio 4, 2 of ratio 128."""
@@ -23,6 +24,9 @@ PACKED_KV_CACHE_DTYPES = ("fp8", "fp8_ds_mla")
 class Dsv4EngineOptions(VerifyAndUpdateConfig):
     @staticmethod
     def verify_and_update_model_config(model_config: Any) -> None:
+        # vLLM removes the window from the model's configuration for this option, so it is looked at first.
+        if model_config.disable_sliding_window:
+            raise ConfigError("disable_sliding_window = True is not supported for DeepSeek-V4; serve without --disable-sliding-window")
         Dsv4Config.from_hf(model_config.hf_config)
 
     @staticmethod
@@ -39,6 +43,7 @@ def check_engine_options(vllm_config: VllmConfig) -> None:
         ConfigError: names the option, the value seen and what to use instead.
     """
     config = Dsv4Config.from_hf(vllm_config.model_config.hf_config)
+    _check_model(vllm_config.model_config)
     _check_parallel(vllm_config.parallel_config, config)
     _check_cache(vllm_config, config)
     if vllm_config.lora_config is not None:
@@ -46,6 +51,19 @@ def check_engine_options(vllm_config: VllmConfig) -> None:
     if vllm_config.speculative_config is not None:
         method = vllm_config.speculative_config.method
         raise ConfigError(f"speculative decoding (method {method!r}) is not supported yet; serve without --speculative-config")
+
+
+def _check_model(model: Any) -> None:
+    if model.quantization not in (None, Dsv4QuantConfig.NAME):
+        raise ConfigError(
+            f"quantization = {model.quantization!r} is not supported for DeepSeek-V4; serve without --quantization: a checkpoint's own "
+            "quantisation is recognised, and one without is served as it is"
+        )
+    if model.enable_prompt_embeds:
+        raise ConfigError(
+            "prompts given as embeddings (--enable-prompt-embeds) are not supported for DeepSeek-V4, whose first layers choose experts "
+            "by token id; serve without it"
+        )
 
 
 def _check_parallel(parallel: Any, config: Dsv4Config) -> None:
@@ -57,18 +75,24 @@ def _check_parallel(parallel: Any, config: Dsv4Config) -> None:
             )
     if parallel.enable_eplb:
         raise ConfigError("expert load balancing (--enable-eplb) is not supported for DeepSeek-V4; serve without it")
-    _check_tensor_parallel(parallel.tensor_parallel_size, parallel.enable_expert_parallel, config)
-
-
-def _check_tensor_parallel(tp_size: int, expert_parallel: bool, config: Dsv4Config) -> None:
+    if parallel.enable_dbo:
+        raise ConfigError("dual batch overlap (--enable-dbo) is not supported for DeepSeek-V4; serve without it")
+    tp_size = parallel.tensor_parallel_size
     if config.o_groups % tp_size != 0:
-        raise ConfigError(f"tensor_parallel_size = {tp_size} does not divide the model's o_groups = {config.o_groups}")
+        sizes = ", ".join(str(size) for size in range(1, config.o_groups + 1) if config.o_groups % size == 0)
+        raise ConfigError(f"tensor_parallel_size = {tp_size} does not divide the model's o_groups = {config.o_groups}; use one of {sizes}")
+    if not parallel.enable_expert_parallel:
+        _check_expert_slices(tp_size, parallel.data_parallel_size, config)
+
+
+def _check_expert_slices(tp_size: int, dp_size: int, config: Dsv4Config) -> None:
+    """Without expert parallelism vLLM slices every expert over all ranks, those of data parallelism too."""
     # A rank's slice of a quantised expert must be whole blocks of activation scales.
     block, size = 1 if config.quantization is None else 128, config.moe_intermediate_size
-    if not expert_parallel and size % (block * tp_size) != 0:
+    if size % (block * tp_size * dp_size) != 0:
         raise ConfigError(
-            f"tensor_parallel_size = {tp_size} cuts moe_intermediate_size = {size} into slices that are not multiples of {block}; "
-            "use fewer ranks, or --enable-expert-parallel"
+            f"tensor_parallel_size = {tp_size} and data_parallel_size = {dp_size} cut moe_intermediate_size = {size} into slices that are "
+            f"not multiples of {block}; use fewer ranks, or --enable-expert-parallel"
         )
 
 
@@ -76,6 +100,11 @@ def _check_cache(vllm_config: VllmConfig, config: Dsv4Config) -> None:
     cache = vllm_config.cache_config
     if cache.user_specified_block_size and cache.block_size != BLOCK_SIZE:
         raise ConfigError(f"block_size = {cache.block_size} is not supported for DeepSeek-V4; leave --block-size out or pass {BLOCK_SIZE}")
+    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+        raise ConfigError(
+            "disable_hybrid_kv_cache_manager = True is not supported for DeepSeek-V4, whose caches have pages of several sizes; "
+            "serve without --disable-hybrid-kv-cache-manager"
+        )
     kv_cache_dtype(cache.cache_dtype, vllm_config.model_config.dtype, config)
     indexer_format(vllm_config.attention_config.indexer_kv_dtype, config)
 

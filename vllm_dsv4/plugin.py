@@ -15,7 +15,8 @@ logger = logging.getLogger("vllm.vllm_dsv4")  # below vLLM's logger, so that its
 SUPPORTED_VLLM = ((0, 32), (0, 34))
 """vLLM releases from the first (included) to the second (excluded)."""
 
-ARCHITECTURES = ("DeepseekV4ForCausalLM", "DeepseekV4FlashForCausalLM")
+# The last is what vLLM makes of a checkpoint with a vision tower; it comes here to be refused with a clear message.
+ARCHITECTURES = ("DeepseekV4ForCausalLM", "DeepseekV4FlashForCausalLM", "DeepseekV4ForConditionalGeneration")
 MODEL_CLASS = "vllm_dsv4.model:Dsv4ForCausalLM"
 
 _warned = False

@@ -7,7 +7,10 @@ from typing import Any
 import torch
 
 from vllm_dsv4.compat import LinearBase, ParallelLMHead, QuantizationConfig, QuantizeMethodBase, RoutedExperts
-from vllm_dsv4.config import QuantizationFormat
+from vllm_dsv4.config import ConfigError, QuantizationFormat
+
+_METHODS = ("fp8", "deepseek_v4_fp8")
+"""What the checkpoints' ``quant_method`` says, and what vLLM's own support of the model renames it to."""
 
 
 class Dsv4QuantConfig(QuantizationConfig):
@@ -48,12 +51,22 @@ class Dsv4QuantConfig(QuantizationConfig):
     def override_quantization_method(
         cls, hf_quant_cfg: Any, user_quant: str | None, hf_config: Any = None, **_: Any
     ) -> str | None:
-        """Claim DeepSeek-V4's ``fp8`` checkpoints, and any model for which the user (or a draft's target) named this method."""
+        """Claim DeepSeek-V4's ``fp8`` checkpoints, and any model for which the user (or a draft's target) named this method.
+
+        Raises:
+            ConfigError: another method is asked for one of these checkpoints; vLLM would pass over it without a word.
+        """
         if user_quant == cls.NAME:
             return cls.NAME
         is_dsv4 = getattr(hf_config, "model_type", None) == "deepseek_v4"
         method = hf_quant_cfg.get("quant_method") if isinstance(hf_quant_cfg, dict) else None
-        return cls.NAME if is_dsv4 and method in ("fp8", "deepseek_v4_fp8") else None
+        if not is_dsv4 or method not in _METHODS:
+            return None
+        if user_quant is not None and user_quant not in _METHODS:
+            raise ConfigError(
+                f"quantization = {user_quant!r} does not fit this DeepSeek-V4 checkpoint, which is {method!r}; serve without --quantization"
+            )
+        return cls.NAME
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         from vllm_dsv4.moe.method import Dsv4ExpertsMethod
