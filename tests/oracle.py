@@ -110,9 +110,7 @@ def load_hf(folder: str | Path) -> Any:
     """``DeepseekV4ForCausalLM`` of an unquantised checkpoint, in float32, with every tensor accounted for."""
     from transformers import DeepseekV4ForCausalLM
 
-    model, info = DeepseekV4ForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
-    )
+    model, info = DeepseekV4ForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True)
     faults = {kind: names for kind, names in info.items() if names}
     assert not faults, f"transformers did not read {folder} whole: {faults}"
     return model.eval()

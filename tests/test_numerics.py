@@ -134,9 +134,7 @@ def test_mxfp4_quantisation(generator: torch.Generator) -> None:
             amax = np.float32(max(float(values.abs().max()), 6 * 2.0**-126))
             exponent = ceil_log2(float(amax * np.float32(1 / 6)))
             assert int(sf[row, block]) == exponent + 127
-            codes = [
-                nearest_even(abs(v) * 2.0**-exponent, list(E2M1)) | (8 if math.copysign(1, v) < 0 else 0) for v in values.tolist()
-            ]
+            codes = [nearest_even(abs(v) * 2.0**-exponent, list(E2M1)) | (8 if math.copysign(1, v) < 0 else 0) for v in values.tolist()]
             expected = [low | high << 4 for low, high in zip(codes[0::2], codes[1::2], strict=True)]
             assert packed[row, 16 * block : 16 * block + 16].tolist() == expected
 

@@ -106,9 +106,7 @@ PAGE_ALIGNMENT = 576
 """Bytes that every page's stride is a multiple of: what FlashMLA's kernels and vLLM's packing of these caches expect."""
 
 
-def make_entry_spec(
-    block_size: int, compress_ratio: int, entry: int, dtype: torch.dtype, packed: bool, kv_entry: bool
-) -> MLAAttentionSpec:
+def make_entry_spec(block_size: int, compress_ratio: int, entry: int, dtype: torch.dtype, packed: bool, kv_entry: bool) -> MLAAttentionSpec:
     """Spec of a cache with one entry for ``compress_ratio`` tokens; ``entry`` counts elements of ``dtype`` (bytes if packed).
 
     ``kv_entry`` marks the packed 584-byte entries; vLLM calls that format ``fp8_ds_mla``.
@@ -126,9 +124,7 @@ def make_entry_spec(
     )
 
 
-def make_sliding_spec(
-    block_size: int, window: int, entry: int, dtype: torch.dtype, packed: bool
-) -> SlidingWindowMLASpec:
+def make_sliding_spec(block_size: int, window: int, entry: int, dtype: torch.dtype, packed: bool) -> SlidingWindowMLASpec:
     """Spec of a cache with one entry a token of which only the last ``window`` are kept."""
     return SlidingWindowMLASpec(
         block_size=block_size,

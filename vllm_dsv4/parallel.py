@@ -11,7 +11,6 @@ from vllm_dsv4.compat import (
     tensor_model_parallel_all_reduce,
 )
 
-
 PARTIAL_SUM_DTYPE = torch.float64 if current_platform.is_cpu() else torch.float32
 """What a rank's share of a sum is kept in until it is reduced and rounded once."""
 

@@ -33,9 +33,7 @@ class Compressor(nn.Module):
     one for the next.
     """
 
-    def __init__(
-        self, config: Dsv4Config, caches: CacheFactory, compress_ratio: int, entry_dim: int, cache: CacheLayer, prefix: str
-    ):
+    def __init__(self, config: Dsv4Config, caches: CacheFactory, compress_ratio: int, entry_dim: int, cache: CacheLayer, prefix: str):
         super().__init__()
         self.compress_ratio = compress_ratio
         state = CompressorStateFormat(entry_dim, compress_ratio)

@@ -40,9 +40,7 @@ class Indexer(nn.Module):
         self.key_cache = caches.indexer_keys(f"{prefix}.key_cache", compress_ratio)
         self.compressor = Compressor(config, caches, compress_ratio, self.head_dim, self.key_cache, f"{prefix}.compressor")
 
-    def forward(
-        self, x: torch.Tensor, qr: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor
-    ) -> torch.Tensor | None:
+    def forward(self, x: torch.Tensor, qr: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor) -> torch.Tensor | None:
         """``x`` [T, hidden_size] and ``qr`` [T, q_lora_rank] → ``topk_indices`` [T, topk] int32; None in a dummy run."""
         self.compressor(x, positions, cos_sin_cache)
         q = self.wq_b(qr).view(-1, self.num_heads, self.head_dim)

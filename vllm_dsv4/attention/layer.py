@@ -41,9 +41,7 @@ class Attention(nn.Module):
         self.indexer: Indexer | None = None
         if self.compress_ratio:
             self.entry_cache = caches.entries(f"{prefix}.entry_cache", self.compress_ratio)
-            self.compressor = Compressor(
-                config, caches, self.compress_ratio, config.head_dim, self.entry_cache, f"{prefix}.compressor"
-            )
+            self.compressor = Compressor(config, caches, self.compress_ratio, config.head_dim, self.entry_cache, f"{prefix}.compressor")
         if self.compress_ratio == 4:
             self.indexer = Indexer(config, caches, self.compress_ratio, quant_config, f"{prefix}.indexer")
 
@@ -53,15 +51,11 @@ class Attention(nn.Module):
 
         self.wq_a = ReplicatedLinear(config.hidden_size, config.q_lora_rank, **options("wq_a"))
         self.q_norm = Norm(config.q_lora_rank, config.rms_norm_eps)
-        self.wq_b = ColumnParallelLinear(
-            config.q_lora_rank, config.num_attention_heads * config.head_dim, **options("wq_b")
-        )
+        self.wq_b = ColumnParallelLinear(config.q_lora_rank, config.num_attention_heads * config.head_dim, **options("wq_b"))
         self.wkv = ReplicatedLinear(config.hidden_size, config.head_dim, **options("wkv"))
         self.kv_norm = Norm(config.head_dim, config.rms_norm_eps)
         self.wo_a = GroupedOutputProjection(config, quant_config, f"{prefix}.wo_a")
-        self.wo_b = RowParallelLinear(
-            config.o_groups * config.o_lora_rank, config.hidden_size, reduce_results=False, **options("wo_b")
-        )
+        self.wo_b = RowParallelLinear(config.o_groups * config.o_lora_rank, config.hidden_size, reduce_results=False, **options("wo_b"))
         if tp_size > 1:
             set_out_dtype(self.wo_b, PARTIAL_SUM_DTYPE)
 
@@ -107,6 +101,7 @@ class Attention(nn.Module):
         if not self.compress_ratio:
             return None, None
         metadata = self.entry_cache.metadata()
+        assert metadata is not None  # a step that has metadata has it for every cache
         slots = metadata.entry_slots
         if topk_indices is not None:
             slots = ops.entry_slots(

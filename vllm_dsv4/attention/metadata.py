@@ -41,9 +41,7 @@ class Dsv4MetadataBuilder(AttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.spec = kv_cache_spec
 
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> Dsv4Metadata:
+    def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> Dsv4Metadata:
         common = common_attn_metadata
         num_tokens = common.num_actual_tokens
         query_start_loc = common.query_start_loc[: common.num_reqs + 1]
@@ -71,9 +69,7 @@ class SlidingMetadataBuilder(Dsv4MetadataBuilder):
     def complete(self, metadata: Dsv4Metadata, positions: torch.Tensor, common: CommonAttentionMetadata) -> None:
         if not self.is_window_cache:
             return
-        slots = ops.window_slots(
-            positions, metadata.token_to_req, metadata.block_table, self.spec.sliding_window, self.spec.block_size
-        )
+        slots = ops.window_slots(positions, metadata.token_to_req, metadata.block_table, self.spec.sliding_window, self.spec.block_size)
         metadata.window_slots = slots.masked_fill_((metadata.slot_mapping < 0)[:, None], -1)
 
     @property

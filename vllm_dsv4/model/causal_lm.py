@@ -27,6 +27,13 @@ from vllm_dsv4.reference.rope import build_cos_sin_cache
 class Dsv4DecoderLayer(nn.Module):
     """One layer: attention and experts, each behind a hyper-connection over the residual streams [T, hc_mult, hidden_size]."""
 
+    hc_attn_fn: torch.Tensor
+    hc_attn_scale: torch.Tensor
+    hc_attn_base: torch.Tensor
+    hc_ffn_fn: torch.Tensor
+    hc_ffn_scale: torch.Tensor
+    hc_ffn_base: torch.Tensor
+
     def __init__(self, config: Dsv4Config, layer: int, caches: CacheFactory, quant_config: Dsv4QuantConfig, prefix: str):
         super().__init__()
         self.config = config
@@ -37,9 +44,7 @@ class Dsv4DecoderLayer(nn.Module):
         for part in ("attn", "ffn"):
             _register_hyper_connection(self, f"hc_{part}", config.hc_rows, 3, config)
 
-    def forward(
-        self, streams: torch.Tensor, positions: torch.Tensor, input_ids: torch.Tensor, cos_sin_cache: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, streams: torch.Tensor, positions: torch.Tensor, input_ids: torch.Tensor, cos_sin_cache: torch.Tensor) -> torch.Tensor:
         x, post, comb = self._hc_pre(streams, self.hc_attn_fn, self.hc_attn_scale, self.hc_attn_base)
         x = self.attn(self.attn_norm(x), positions, cos_sin_cache)
         streams = ops.hc_post(x, streams, post, comb)
@@ -64,14 +69,11 @@ class Dsv4ForCausalLM(nn.Module):
         start = f"{prefix}." if prefix else ""
         self.embed = VocabParallelEmbedding(config.vocab_size, config.hidden_size, prefix=f"{start}embed")
         self.layers = nn.ModuleList(
-            Dsv4DecoderLayer(config, layer, caches, quant_config, f"{start}layers.{layer}")
-            for layer in range(config.num_hidden_layers)
+            Dsv4DecoderLayer(config, layer, caches, quant_config, f"{start}layers.{layer}") for layer in range(config.num_hidden_layers)
         )
         _register_hyper_connection(self, "hc_head", config.hc_mult, 1, config)
         self.norm = Norm(config.hidden_size, config.rms_norm_eps)
-        self.head = ParallelLMHead(
-            config.vocab_size, config.hidden_size, quant_config=Dsv4QuantConfig(), prefix=f"{start}head"
-        )
+        self.head = ParallelLMHead(config.vocab_size, config.hidden_size, quant_config=Dsv4QuantConfig(), prefix=f"{start}head")
         self.logits_processor = LogitsProcessor(config.vocab_size)
         self._register_rope(vllm_config.model_config.max_model_len)
 
@@ -105,12 +107,10 @@ class Dsv4ForCausalLM(nn.Module):
         """``input_ids``, ``positions`` [T] → hidden states [T, hidden_size] before the head."""
         x = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
         streams = x[:, None].repeat(1, self.config.hc_mult, 1)
-        for layer in self.layers:
-            table = self.compress_cos_sin_cache if layer.attn.compress_ratio else self.cos_sin_cache
+        for layer, compress_ratio in zip(self.layers, self.config.compress_ratios, strict=True):
+            table = self.compress_cos_sin_cache if compress_ratio else self.cos_sin_cache
             streams = layer(streams, positions, input_ids, table)
-        x = ops.hc_head(
-            streams, self.hc_head_fn, self.hc_head_scale, self.hc_head_base, self.config.rms_norm_eps, self.config.hc_eps
-        )
+        x = ops.hc_head(streams, self.hc_head_fn, self.hc_head_scale, self.hc_head_base, self.config.rms_norm_eps, self.config.hc_eps)
         return self.norm(x)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -59,9 +60,7 @@ def _load(parameters: dict[str, nn.Parameter], name: str, tensor: torch.Tensor) 
     return name
 
 
-def _load_expert(
-    parameters: dict[str, nn.Parameter], experts: dict[str, tuple[str, int, str]], match: re.Match[str], tensor: torch.Tensor
-) -> str:
+def _load_expert(parameters: dict[str, Any], experts: dict[str, tuple[str, int, str]], match: re.Match[str], tensor: torch.Tensor) -> str:
     stacked, expert, shard = experts[match["expert"]]
     # "weight_scale" in the name is how vLLM's loader tells scales from weights.
     name = f"{match['ffn']}.{stacked}{'weight' if match['kind'] == 'weight' else 'weight_scale'}"

@@ -13,9 +13,7 @@ from torch.nn.functional import pad
 from vllm_dsv4.compat import current_platform, get_dp_group, get_ep_group, num_tokens_across_dp
 
 
-def dispatch(
-    x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def dispatch(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rows of all ranks, in rank order; the arguments are this rank's [num_tokens, ...]."""
     if not current_platform.is_cpu():
         return get_ep_group().dispatch(x, topk_weights, topk_ids, False)

@@ -48,9 +48,7 @@ class Dsv4QuantConfig(QuantizationConfig):
         return cls()
 
     @classmethod
-    def override_quantization_method(
-        cls, hf_quant_cfg: Any, user_quant: str | None, hf_config: Any = None, **_: Any
-    ) -> str | None:
+    def override_quantization_method(cls, hf_quant_cfg: Any, user_quant: str | None, hf_config: Any = None, **_: Any) -> str | None:
         """Claim DeepSeek-V4's ``fp8`` checkpoints, and any model for which the user (or a draft's target) named this method.
 
         Raises:

@@ -11,8 +11,7 @@ from vllm_dsv4.quantization.config import Dsv4QuantConfig
 
 
 class GroupedOutputProjection(ColumnParallelLinear):
-    """[T, heads, head_dim] → [T, groups, o_lora_rank], with this rank's heads and groups.
-    """
+    """[T, heads, head_dim] → [T, groups, o_lora_rank], with this rank's heads and groups."""
 
     def __init__(self, config: Dsv4Config, quant_config: Dsv4QuantConfig, prefix: str):
         self.group_dim = config.heads_per_group * config.head_dim

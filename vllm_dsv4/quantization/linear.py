@@ -18,7 +18,7 @@ BLOCK = 128
 """Rows and columns of a weight that share one scale (model.md 2.1)."""
 
 
-def set_out_dtype(layer: nn.Module, dtype: torch.dtype) -> None:
+def set_out_dtype(layer: Any, dtype: torch.dtype) -> None:
     layer.out_dtype = dtype
 
 
@@ -71,7 +71,7 @@ class Dsv4WidenedLinearMethod(Dsv4Fp8LinearMethod):
     That is how DeepSeek's code computes ``wo_a``: on activations that are not quantised (model.md 5.1).
     """
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         rows, columns = layer.weight.shape
         scale = layer.scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
         layer.weight = nn.Parameter((layer.weight.float() * scale).to(layer.params_dtype), requires_grad=False)

@@ -72,9 +72,7 @@ def _pool_windows(
     rows = state_cache[page, position % page_size]  # [N, window, 2w]
     kv, gate = rows.chunk(2, dim=-1)
     if overlapping:  # the previous window's tokens give their first halves, the own window's tokens their second
-        kv, gate = (
-            torch.cat((part[:, :compress_ratio, :head_dim], part[:, compress_ratio:, head_dim:]), dim=1) for part in (kv, gate)
-        )
+        kv, gate = (torch.cat((part[:, :compress_ratio, :head_dim], part[:, compress_ratio:, head_dim:]), dim=1) for part in (kv, gate))
     weights = gate.double().masked_fill(~present.unsqueeze(-1), -torch.inf).softmax(dim=1)
     return (weights * kv.double()).sum(dim=1).float()
 

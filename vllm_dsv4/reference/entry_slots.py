@@ -26,6 +26,8 @@ def entry_slots_ref(
         [T, K] or [T, width] int32: page · page_size + offset.
     """
     if topk_indices is None:
+        if width is None:
+            raise ValueError("width must be given when topk_indices is None")
         topk_indices = torch.arange(width, device=num_entries.device).expand(num_entries.shape[0], -1)
     present = (topk_indices >= 0) & (topk_indices < num_entries.unsqueeze(-1))
     entry = torch.where(present, topk_indices, 0).long()

@@ -7,9 +7,7 @@ import torch
 from vllm_dsv4.reference.numerics import dequantize_block_fp8, fp8_round_trip
 
 
-def fp8_linear_ref(
-    x: torch.Tensor, weight: torch.Tensor, weight_sf: torch.Tensor, out_dtype: torch.dtype | None = None
-) -> torch.Tensor:
+def fp8_linear_ref(x: torch.Tensor, weight: torch.Tensor, weight_sf: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
     """Quantise x in groups of 128 along K, multiply the dequantised operands.
 
     In float64 each product of two E4M3 values and their scales is exact, so this is the value that every order of summation
