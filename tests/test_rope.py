@@ -19,6 +19,18 @@ def test_frequencies_of_the_specification() -> None:
     assert main[[1, 16]].tolist() == pytest.approx([0.7498942, 0.01], rel=5e-7)
 
 
+def test_table_is_float32_under_another_default_dtype() -> None:
+    """vLLM builds models with the checkpoint's dtype as torch's default."""
+    expected = build_cos_sin_cache(10000.0, None, 64, 300)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        table = build_cos_sin_cache(10000.0, None, 64, 300)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert table.dtype == expected.dtype == torch.float32
+    assert torch.equal(table, expected)
+
+
 @pytest.mark.parametrize(
     ("theta", "yarn", "rope_dim", "head_dim", "exact"),
     [

@@ -99,7 +99,7 @@ class DenseModel:
 
         Every token costs a pass over the whole sequence.
         """
-        sequence, rows = list(token_ids), [torch.empty(0, self.config.vocab_size)]
+        sequence, rows = list(token_ids), [torch.empty(0, self.config.vocab_size, dtype=torch.float32)]
         for _ in range(new_tokens):
             rows.append(self.log_probs(sequence, last=1))
             sequence.append(int(rows[-1].argmax()))

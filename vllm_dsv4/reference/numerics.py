@@ -53,12 +53,12 @@ def ue8m0_exponent(x: torch.Tensor) -> torch.Tensor:
 
 def fp8_scale_exponent(amax: torch.Tensor) -> torch.Tensor:
     """Exponent e of the scale 2^e that an E4M3 group of largest magnitude ``amax`` (float32) gets (model.md 5.1) → int32, ≥ -22."""
-    return ue8m0_exponent(amax.float().clamp(min=FP8_AMAX_FLOOR) * torch.tensor(1.0 / E4M3_MAX, device=amax.device))
+    return ue8m0_exponent(amax.float().clamp(min=FP8_AMAX_FLOOR) * torch.tensor(1.0 / E4M3_MAX, dtype=torch.float32, device=amax.device))
 
 
 def fp4_scale_exponent(amax: torch.Tensor) -> torch.Tensor:
     """Exponent e of the scale 2^e that an E2M1 block of largest magnitude ``amax`` (float32) gets (model.md 5.3) → int32, ≥ -126."""
-    return ue8m0_exponent(amax.float().clamp(min=FP4_AMAX_FLOOR) * torch.tensor(1.0 / E2M1_MAX, device=amax.device))
+    return ue8m0_exponent(amax.float().clamp(min=FP4_AMAX_FLOOR) * torch.tensor(1.0 / E2M1_MAX, dtype=torch.float32, device=amax.device))
 
 
 def exponent_to_e8m0(exponent: torch.Tensor) -> torch.Tensor:
@@ -106,7 +106,7 @@ def quantize_e2m1(x: torch.Tensor) -> torch.Tensor:
 
 def decode_e2m1(code: torch.Tensor) -> torch.Tensor:
     """Values of E2M1 codes 0..15 → float32."""
-    magnitudes = torch.tensor(E2M1_VALUES, device=code.device)
+    magnitudes = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=code.device)
     return torch.cat((magnitudes, -magnitudes))[code.long()]
 
 

@@ -41,7 +41,7 @@ def build_cos_sin_cache(theta: float, yarn: YarnScaling | None, rope_dim: int, n
         yarn: None for ratio-0 layers.
     """
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), rope_frequencies(theta, yarn, rope_dim))
-    cache = torch.empty(num_positions, rope_dim)
+    cache = torch.empty(num_positions, rope_dim, dtype=torch.float32)  # models are built under another default dtype
     torch.cos(angles, out=cache[:, : rope_dim // 2])
     torch.sin(angles, out=cache[:, rope_dim // 2 :])
     return cache
