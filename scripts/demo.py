@@ -5,6 +5,7 @@ Run by ``make demo`` in the environment of ``setup_cpu_env.py``. The log of the 
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
@@ -27,6 +28,8 @@ START_SECONDS = 600
 MAX_TOKENS = 48
 PROMPT = "Which model are you, and who serves you?"
 
+FAILURES = (OSError, RuntimeError, http.client.HTTPException)
+
 # Requests to this machine must not go through a proxy.
 _open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
@@ -41,7 +44,7 @@ def main() -> int:
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
-    except (OSError, RuntimeError) as error:
+    except FAILURES as error:
         print(f"\nThe demo failed: {error}", file=sys.stderr)
         return 1
     return 0
@@ -70,7 +73,7 @@ def _server() -> Iterator[str]:
     try:
         _wait_until_up(process, f"http://127.0.0.1:{port}")
         yield f"http://127.0.0.1:{port}"
-    except (OSError, RuntimeError):
+    except FAILURES:
         print(f"\nThe end of {LOG}:\n{LOG.read_text(errors='replace')[-4000:]}", file=sys.stderr)
         raise
     finally:
