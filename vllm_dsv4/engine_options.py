@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from vllm_dsv4.compat import VerifyAndUpdateConfig, VllmConfig, allow_chunked_prefill_on_cpu
+from vllm_dsv4.compat import VerifyAndUpdateConfig, VllmConfig, allow_chunked_prefill_on_cpu, check_token_ids_without_tokenizer
 from vllm_dsv4.config import ConfigError, Dsv4Config
 from vllm_dsv4.quantization.config import Dsv4QuantConfig
 
@@ -34,6 +34,7 @@ class Dsv4EngineOptions(VerifyAndUpdateConfig):
         check_engine_options(vllm_config)
         vllm_config.cache_config.block_size = BLOCK_SIZE
         allow_chunked_prefill_on_cpu(vllm_config)
+        check_token_ids_without_tokenizer()
 
 
 def check_engine_options(vllm_config: VllmConfig) -> None:
