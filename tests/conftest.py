@@ -30,6 +30,8 @@ half = torch.ones(1, 1, 512, dtype=torch.bfloat16)
 probe("fused_qnorm_rope_kv_insert_cpu", half, half[0], zero, page(1168), zero, cos_sin, 1, 1e-6, 2)
 q = torch.ones(1, 1, 128)
 probe("fused_indexer_q_rope_quant_cpu", zero, q, cos_sin, q.to(torch.float8_e4m3fn), q[0, :, :1].clone(), 1.0, 1.0, q[0, :, :1].clone())
+q, slots = torch.ones(1, 64, 512, dtype=torch.bfloat16), torch.zeros(1, 64, dtype=torch.long)
+probe("flash_mla_with_kvcache_cpu", q.clone(), q, page(1168), slots, 2, page(1168), slots, 2, torch.ones(64), 1.0)
 """
 
 

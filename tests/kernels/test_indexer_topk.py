@@ -1,0 +1,138 @@
+"""``indexer_topk``: against scores written token by token in float64, and a sort."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from vllm_dsv4 import ops
+from vllm_dsv4.reference.indexer_query import IndexerQuery
+from vllm_dsv4.reference.numerics import gather_entries, hadamard, scatter_entries
+
+MakeCache = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+ENTRY_BYTES = {"fp8": 132, "mxfp4": 68}
+
+
+def make_keys(format: str, num_pages: int, page_size: int, make_cache: MakeCache, generator: torch.Generator):
+    """A cache full of random keys, and their stored values [slots, 128] float64 (the codec has its own tests)."""
+    packed = format in ENTRY_BYTES
+    cache, _ = make_cache(num_pages, page_size, ENTRY_BYTES.get(format, 128), torch.uint8 if packed else torch.bfloat16)
+    slots = torch.arange(num_pages * page_size, device=cache.device)
+    keys = torch.randn(len(slots), 128, generator=generator).bfloat16()
+    scatter_entries(cache, slots, (hadamard(keys.double()).bfloat16() if format == "mxfp4" else keys).to(cache.device))
+    return cache, gather_entries(cache, slots).cpu().double()
+
+
+def make_query(format: str, num_tokens: int, num_heads: int, generator: torch.Generator, device: torch.device) -> IndexerQuery:
+    q = torch.randn(num_tokens, num_heads, 128, generator=generator).bfloat16().to(device)
+    weights = torch.randn(num_tokens, num_heads, generator=generator).bfloat16().to(device)
+    positions, no_turn = torch.zeros(num_tokens, dtype=torch.long, device=device), torch.tensor([[1.0] * 32 + [0.0] * 32], device=device)
+    return ops.indexer_query(q, weights, positions, no_turn, format)
+
+
+def query_values(query: IndexerQuery) -> torch.Tensor:
+    """[T, H, 128] float64; E2M1 decoded afresh."""
+    if query.q_sf is None:
+        return query.q.cpu().double()
+    magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    code = torch.stack((query.q.cpu() & 15, query.q.cpu() >> 4), -1).flatten(-2).long()
+    values = torch.where(code >= 8, -1.0, 1.0) * magnitudes[code % 8]
+    return values * torch.exp2(query.q_sf.cpu().double() - 127).repeat_interleave(32, -1)
+
+
+def check(
+    indices: torch.Tensor,
+    query: IndexerQuery,
+    keys: torch.Tensor,
+    block_table: torch.Tensor,
+    page_size: int,
+    requests: torch.Tensor,
+    num_entries: torch.Tensor,
+    topk: int,
+) -> None:
+    q = query_values(query)
+    for token, row in enumerate(indices.tolist()):
+        count = num_entries[token].item()
+        entry = torch.arange(count)
+        slots = block_table[requests[token].item(), entry // page_size].long() * page_size + entry % page_size
+        scores = (q[token] @ keys[slots].T).relu().mul(query.weights[token].cpu().double().unsqueeze(1)).sum(0)
+        ranked = sorted(range(count), key=lambda e: (-scores[e].item(), e))
+        chosen = [e for e in row if e >= 0]
+        assert len(row) == topk and row.count(-1) == max(0, topk - count) and len(set(chosen)) == len(chosen)
+        if set(chosen) != set(ranked[:topk]):  # only a tie within float32's error may be decided otherwise
+            lowest = min(scores[e].item() for e in chosen)
+            assert query.q.is_cuda and abs(lowest - scores[ranked[topk - 1]].item()) < 1e-5 * scores.abs().max()
+
+
+@pytest.mark.parametrize("format", ["fp8", "mxfp4", "rows"])
+@pytest.mark.parametrize(("page_size", "topk", "num_heads"), [(64, 32, 16), (61, 7, 64)])
+def test_mixed_batch(
+    format: str, page_size: int, topk: int, num_heads: int, make_cache: MakeCache, generator: torch.Generator, device: torch.device
+) -> None:
+    """A prefill of 90 tokens beside single tokens, with nothing, less and more to choose from than ``topk``."""
+    cache, keys = make_keys(format, 24, page_size, make_cache, generator)
+    block_table = torch.randperm(24, generator=generator, dtype=torch.int32).view(4, 6)
+    requests = torch.tensor([0, 1] + [2] * 90 + [3], dtype=torch.int32)
+    num_entries = torch.tensor([0, topk, *(torch.arange(100, 190) // 4).tolist(), 350], dtype=torch.int32)
+    query = make_query(format, len(requests), num_heads, generator, device)
+    indices = ops.indexer_topk(query, cache, *(t.to(device) for t in (block_table, requests, num_entries)), topk)
+    assert indices.dtype == torch.int32
+    check(indices.cpu(), query, keys, block_table, page_size, requests, num_entries, topk)
+
+
+def test_all_fit_or_no_tokens(make_cache: MakeCache, generator: torch.Generator, device: torch.device) -> None:
+    cache, _ = make_keys("fp8", 2, 64, make_cache, generator)
+    query = make_query("fp8", 3, 16, generator, device)
+    table, requests = torch.arange(2, dtype=torch.int32, device=device).view(1, 2), torch.zeros(3, dtype=torch.int32, device=device)
+    counts = torch.tensor([0, 1, 8], dtype=torch.int32, device=device)
+    indices = ops.indexer_topk(query, cache, table, requests, counts, 8)
+    assert [sorted(row) for row in indices.tolist()] == [[-1] * 8, [-1] * 7 + [0], list(range(8))]
+    empty = IndexerQuery(query.q[:0], None, query.weights[:0])
+    assert ops.indexer_topk(empty, cache, table, requests[:0], counts[:0], 8).shape == (0, 8)
+
+
+def test_among_equals_the_lower_index_wins(make_cache: MakeCache, device: torch.device) -> None:
+    """Scores of zero: relu clips every head for every entry but two."""
+    cache, _ = make_cache(2, 64, 128, torch.float32)
+    keys = torch.full((128, 128), -1.0, device=device)
+    keys[[70, 90]] = 1.0
+    scatter_entries(cache, torch.arange(128, device=device), keys)
+    query = IndexerQuery(torch.ones(1, 4, 128, device=device), None, torch.ones(1, 4, device=device))
+    table, request = torch.arange(2, dtype=torch.int32, device=device).view(1, 2), torch.zeros(1, dtype=torch.int32, device=device)
+    indices = ops.indexer_topk(query, cache, table, request, torch.tensor([100], dtype=torch.int32, device=device), 5)
+    assert sorted(indices[0].tolist()) == [0, 1, 2, 70, 90]
+
+
+def test_does_not_depend_on_the_batch(make_cache: MakeCache, generator: torch.Generator, device: torch.device) -> None:
+    cache, _ = make_keys("fp8", 24, 64, make_cache, generator)
+    block_table = torch.randperm(24, generator=generator, dtype=torch.int32).view(4, 6).to(device)
+    requests = torch.tensor([0, 0, 1, 2, 2, 2, 3], dtype=torch.int32, device=device)
+    num_entries = torch.tensor([300, 301, 50, 200, 200, 201, 384], dtype=torch.int32, device=device)
+    query = make_query("fp8", 7, 16, generator, device)
+    together = ops.indexer_topk(query, cache, block_table, requests, num_entries, 24)
+    for token in range(7):
+        row = slice(token, token + 1)
+        one = IndexerQuery(query.q[row], None, query.weights[row])
+        alone = ops.indexer_topk(one, cache, block_table, requests[row], num_entries[row], 24)
+        assert sorted(alone[0].tolist()) == sorted(together[token].tolist())
+
+
+def test_a_million_tokens_of_context(make_cache: MakeCache, generator: torch.Generator, device: torch.device) -> None:
+    """262,144 entries of one request, planted best keys far apart."""
+    cache, _ = make_cache(4096, 64, 132, torch.uint8)
+    keys = torch.randn(262_144, 128, generator=generator).bfloat16() * 0.1
+    best = [0, 77_777, 131_072, 262_143]
+    keys[best] = 4.0
+    scatter_entries(cache, torch.arange(262_144, device=device), keys.to(device))
+    query = ops.indexer_query(
+        torch.ones(1, 16, 128, device=device).bfloat16(),
+        torch.ones(1, 16, device=device).bfloat16(),
+        torch.zeros(1, dtype=torch.long, device=device),
+        torch.tensor([[1.0] * 32 + [0.0] * 32], device=device),
+        "fp8",
+    )
+    table, request = torch.arange(4096, dtype=torch.int32, device=device).view(1, -1), torch.zeros(1, dtype=torch.int32, device=device)
+    indices = ops.indexer_topk(query, cache, table, request, torch.tensor([262_144], dtype=torch.int32, device=device), 4)
+    assert sorted(indices[0].tolist()) == best
