@@ -13,6 +13,8 @@ from vllm_dsv4.reference.rope import apply_rope
 
 _SCRATCH_ELEMENTS = 1 << 23
 """Float64 values that one tile of queries may take: its scores, of attention and indexer heads, for every key."""
+_MIN_TILE = 64
+"""Queries in a tile however small the window is, unless scratch memory is short."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class DenseAttention:
         heads = max(config.num_attention_heads, config.index_n_heads if keys is not None else 0)
         num_keys = config.sliding_window + (0 if entries is None else len(entries))
         step = max(1, _SCRATCH_ELEMENTS // (heads * (num_keys + config.head_dim)))
+        # A tile also holds its own tokens' keys: in one much longer than the window, the mask would hide most of them.
+        step = min(step, max(config.sliding_window, _MIN_TILE))
         tiles = (slice(start, min(start + step, num_tokens)) for start in range(0, num_tokens, step))
         return torch.cat([self._attend(x, tile, window, entries, keys) for tile in tiles])
 
