@@ -116,7 +116,6 @@ def _main(folder: Path) -> None:
     def run(batch: dict[str, Any]) -> list[dict[str, Any]]:
         sampling = SamplingParams(
             max_tokens=batch["new_tokens"],
-            min_tokens=batch["new_tokens"],
             temperature=0.0,
             ignore_eos=True,
             detokenize=False,
