@@ -167,6 +167,13 @@ def test_e8m0_scales_are_reinterpreted(tensors: dict[str, Tensors], load_model: 
     assert stacked.dtype == torch.uint8 and torch.equal(stacked[5, 256:], content[expert].view(torch.uint8))
 
 
+def test_token_ids_outside_of_the_vocabulary_take_the_nearest_row(folders: dict[str, Path], load_model: Any) -> None:
+    """No request may end the engine; vLLM refuses such ids first, unless a step's padding holds them."""
+    model = load_model(folders["fp4"])
+    rows = model.embed_input_ids(torch.tensor([-1, 1024, 2**31 - 1]))
+    assert torch.equal(rows, model.embed.weight[[0, 1023, 1023]])
+
+
 def test_0731_backbone_is_that_of_the_base_release(tensors: dict[str, Tensors]) -> None:
     """The same seed gives the same weights, so ``test_every_tensor_lands_bit_for_bit`` says the same of the loaded models."""
     backbone = {name for name in tensors["fp4"] if not name.startswith("mtp.")}
