@@ -1,5 +1,6 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv/bin
+TESTS_033 ?= tests/test_contract.py tests/test_plugin.py tests/test_loading.py tests/test_server.py $(wildcard tests/test_engine*.py)
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -15,8 +16,15 @@ lint: env ## ruff and mypy
 	$(VENV)/ruff format --check .
 	$(VENV)/mypy vllm_dsv4
 
-test: lint ## lint, and all tests
+sources: env
+	-@$(VENV)/python scripts/fetch_vllm_sources.py
+
+test: lint sources ## lint, and all tests
 	$(VENV)/python -m pytest
+
+test-033: env ## the tests that start vLLM, on vLLM 0.33.0's Python code
+	$(VENV)/python scripts/overlay_033.py
+	PYTHONPATH=$(CURDIR)/.cache/vllm-0.33.0 $(VENV)/python -m pytest $(TESTS_033)
 
 format: env ## let ruff format and fix
 	$(VENV)/ruff format .
@@ -26,4 +34,4 @@ clean: ## remove all that the other commands made
 	rm -rf .venv .demo .cache build *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help env demo lint test format clean
+.PHONY: help env demo lint sources test test-033 format clean
