@@ -9,7 +9,7 @@ from importlib import import_module
 
 from vllm_dsv4 import __version__
 
-COMMANDS = ("doctor", "make_checkpoint")
+COMMANDS = ("doctor", "make_checkpoint", "verify")
 """Modules of this package; each has ``register(subparsers)``, which sets the default ``run(args) -> exit code``."""
 
 EXIT_FAILED = 1
