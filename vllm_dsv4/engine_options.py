@@ -6,13 +6,23 @@ all options are known.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 
-from vllm_dsv4.compat import VerifyAndUpdateConfig, VllmConfig, allow_chunked_prefill_on_cpu, check_token_ids_without_tokenizer
+from vllm_dsv4.backend import select_backend
+from vllm_dsv4.compat import (
+    VerifyAndUpdateConfig,
+    VllmConfig,
+    allow_chunked_prefill_on_cpu,
+    check_token_ids_without_tokenizer,
+    current_platform,
+)
 from vllm_dsv4.config import ConfigError, Dsv4Config
 from vllm_dsv4.quantization.config import Dsv4QuantConfig
+
+logger = logging.getLogger("vllm.vllm_dsv4")
 
 BLOCK_SIZE = 256
 """Tokens in a block of the compressed caches: 64 entries of ratio 4, 2 of ratio 128."""
@@ -34,7 +44,18 @@ class Dsv4EngineOptions(VerifyAndUpdateConfig):
         check_engine_options(vllm_config)
         vllm_config.cache_config.block_size = BLOCK_SIZE
         allow_chunked_prefill_on_cpu(vllm_config)
+        _run_reference_ops_eagerly(vllm_config)
         check_token_ids_without_tokenizer()
+
+
+def _run_reference_ops_eagerly(vllm_config: VllmConfig) -> None:
+    """Turn CUDA graphs off where the reference ops run: they read values back to the host, which a graph cannot hold."""
+    backend = select_backend(current_platform.device_type)
+    if current_platform.is_cpu() or backend.name != "reference":
+        return
+    if not vllm_config.model_config.enforce_eager:
+        logger.warning("CUDA graphs are turned off: %s", backend.reason)
+    vllm_config.model_config.enforce_eager = True
 
 
 def check_engine_options(vllm_config: VllmConfig) -> None:
