@@ -76,7 +76,17 @@ def test_vllm_is_imported_where_it_may_be() -> None:
 
 def test_ops_run_without_vllm() -> None:
     """Neither directly nor through our own modules that import it."""
-    needs_vllm = ("compat", "plugin", "engine_options", "parallel", "attention", "moe", "model", "quantization.config", "quantization.linear")
+    needs_vllm = (
+        "compat",
+        "plugin",
+        "engine_options",
+        "parallel",
+        "attention",
+        "moe",
+        "model",
+        "quantization.config",
+        "quantization.linear",
+    )
     for path in sources(*NEVER_NEEDS_VLLM):
         for module, _ in imports(path):
             assert module.split(".")[0] != "vllm", f"{path.name} imports {module}"

@@ -29,9 +29,7 @@ def test_all_entries(page_size: int, generator: torch.Generator, device: torch.d
 def test_selected_entries(page_size: int, generator: torch.Generator, device: torch.device) -> None:
     num_entries, requests, block_table = make_inputs(page_size, generator)
     topk_indices = torch.randint(-1, 170, (8, 40), generator=generator, dtype=torch.int32)
-    out = ops.entry_slots(
-        *(t.to(device) for t in (num_entries, requests, block_table)), page_size, topk_indices=topk_indices.to(device)
-    )
+    out = ops.entry_slots(*(t.to(device) for t in (num_entries, requests, block_table)), page_size, topk_indices=topk_indices.to(device))
     for token, row in enumerate(topk_indices.tolist()):
         table = block_table[requests[token]].tolist()
         expected = [table[e // page_size] * page_size + e % page_size if 0 <= e < num_entries[token] else -1 for e in row]

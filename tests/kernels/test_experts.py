@@ -48,8 +48,12 @@ def make_case(format: str, generator: torch.Generator, num_tokens: int = 9, size
     x = torch.randn(num_tokens, hidden, generator=generator).bfloat16()
     topk_ids = torch.stack([torch.randperm(num_experts, generator=generator)[:topk] for _ in range(num_tokens)]).int()
     topk_weights = torch.rand(num_tokens, topk, generator=generator)
-    return x, topk_weights, topk_ids, make_weights(format, (num_experts, 2 * intermediate, hidden), generator), make_weights(
-        format, (num_experts, hidden, intermediate), generator
+    return (
+        x,
+        topk_weights,
+        topk_ids,
+        make_weights(format, (num_experts, 2 * intermediate, hidden), generator),
+        make_weights(format, (num_experts, hidden, intermediate), generator),
     )
 
 

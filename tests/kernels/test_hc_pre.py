@@ -46,9 +46,7 @@ def by_hand(streams: torch.Tensor, fn: torch.Tensor, scale: torch.Tensor, base: 
 @pytest.mark.parametrize("iters", [1, 20])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", [(5, 4, 96), (1, 4, 256), (3, 2, 40)], ids=str)
-def test_formula(
-    shape: tuple[int, int, int], dtype: torch.dtype, iters: int, generator: torch.Generator, device: torch.device
-) -> None:
+def test_formula(shape: tuple[int, int, int], dtype: torch.dtype, iters: int, generator: torch.Generator, device: torch.device) -> None:
     inputs = make_inputs(*shape, generator, dtype)
     x, post, comb = ops.hc_pre(*(tensor.to(device) for tensor in inputs), EPS["rms_eps"], EPS["hc_eps"], iters)
     expected = [by_hand(streams, *inputs[1:], iters) for streams in inputs[0]]

@@ -142,7 +142,5 @@ def test_compiled_op(compiled_op: Callable[[str], object], make_cache: MakeCache
     pages = [torch.stack([page.flatten() for page in cache]) for cache in (window_cache, entry_cache)]
     theirs = torch.empty_like(q)
     op(theirs, q, pages[0], window_slots, 64, pages[1], entry_slots, 64, sink, 512**-0.5)
-    ours = ops.sparse_mla(
-        q, window_cache, window_slots.int(), sink, 512**-0.5, entry_cache=entry_cache, entry_slots=entry_slots.int()
-    )
+    ours = ops.sparse_mla(q, window_cache, window_slots.int(), sink, 512**-0.5, entry_cache=entry_cache, entry_slots=entry_slots.int())
     assert (ours.double() - theirs.double()).norm() <= 5e-3 * ours.double().norm()
