@@ -79,9 +79,7 @@ def serve(folder: Path, prompts: list[list[int]], args: argparse.Namespace, dtyp
     try:
         from vllm import LLM, SamplingParams
     except ImportError as error:
-        raise ValueError(
-            f"verify serves the model with vLLM, which cannot be imported ({error}); install vllm-dsv4[cpu] or [gpu]"
-        ) from error
+        raise ValueError(f"verify needs vLLM, which cannot be imported ({error}); install vllm-dsv4[cpu] or [gpu]") from error
     llm = LLM(
         model=str(folder),
         # Otherwise vLLM serves a float32 checkpoint in bfloat16.
@@ -190,5 +188,5 @@ def _describe(largest: Difference) -> str:
 def _describe_divergence(divergence: Divergence) -> str:
     return (
         f"prompt {divergence.prompt} differs from position {divergence.position}: served token {divergence.served_token}, dense "
-        f"{divergence.dense_token}, likelier by {divergence.margin:.2e} nats (the dense model's best two are {divergence.top2_gap:.2e} apart)"
+        f"{divergence.dense_token}, likelier by {divergence.margin:.2e} nats (its best two are {divergence.top2_gap:.2e} apart)"
     )
