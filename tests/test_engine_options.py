@@ -115,6 +115,7 @@ def test_options_that_only_gpus_have_are_refused(engine_config: EngineConfig, op
         check_engine_options(config)
 
 
+@pytest.mark.slow
 def test_refusal_ends_the_engine_before_weights_are_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(preset_config("tiny")))
     with pytest.raises(AssertionError, match="block_size = 64 is not supported for DeepSeek-V4"):

@@ -24,6 +24,7 @@ from vllm_dsv4.checkpoint.writer import write_checkpoint
 from vllm_dsv4.reference.model import DenseModel
 
 pytest.importorskip("vllm")
+pytestmark = pytest.mark.slow
 
 MODEL, VOCAB_SIZE, MAX_MODEL_LEN, TOKEN_BUDGET = "tiny", 1024, 1024, 256
 START_SECONDS = 300
