@@ -46,9 +46,8 @@ def test_long_prompt(tmp_path, selects):
     """5,000 tokens: 39 entries of ratio 128, 1,250 of ratio 4, far beyond the context that YaRN starts from."""
     choices = {"index_topk": 32, "num_hash_layers": 1} if selects else {"index_topk": 1250, "num_hash_layers": 3}
     folder = write_oracle_checkpoint(tmp_path, flash_like() | SMALL | choices | {"rope_scaling": EARLY_YARN}, seed=1)
-    agrees = _differences(folder, random_prompt(SMALL["vocab_size"], 5000)) <= TOLERANCE
-    # Among millions of scores some tie but for float32's error; such a token, and those that see it, may choose otherwise.
-    assert agrees.float().mean() >= (0.9 if selects else 1.0)
+    # With this seed no score at the edge of a selection is within 1e-6 of the next, so float32's error decides nothing.
+    assert _differences(folder, random_prompt(SMALL["vocab_size"], 5000)).max() <= TOLERANCE
 
 
 def test_greedy(tmp_path):
