@@ -91,7 +91,7 @@ def _torch_index() -> list[str]:
 
 
 def _pip(*arguments: str) -> list[str]:
-    return [str(PYTHON), "-m", "pip", "--disable-pip-version-check", "install", "-q", *arguments]
+    return [str(PYTHON), "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-compile", *arguments]
 
 
 def _step(title: str, command: list[str]) -> None:
