@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+torch.set_num_threads(1)  # more are slower than one as soon as anything else runs
+
 # Calls each compiled op once on the smallest input, naming it when it returns: a build for another CPU dies of an illegal
 # instruction, which must not take the test run with it.
 _PROBE = """

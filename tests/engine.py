@@ -91,6 +91,8 @@ def start_engine(model: str | Path, batches: list[Batch], env: dict[str, str] | 
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "WARNING",
+        # Idle threads of one engine would spin in the way of everything else that runs.
+        "OMP_NUM_THREADS": "1",
         **(env or {}),
     }
     process = subprocess.Popen(
