@@ -194,6 +194,17 @@ def test_an_unquantised_float32_checkpoint_agrees(tmp_path):
 
 @needs_vllm
 @pytest.mark.slow
+def test_another_model_is_not_verified(tmp_path, monkeypatch):
+    """Without the plugin vLLM would serve the model that it has itself."""
+    monkeypatch.setenv("VLLM_PLUGINS", "another")
+    write_checkpoint(tmp_path, preset_config("tiny", num_hidden_layers=1), include_draft=False)
+    result = _verify(str(tmp_path))
+    assert result.returncode == 2
+    assert "VLLM_PLUGINS=another leaves the plugin out" in result.stderr
+
+
+@needs_vllm
+@pytest.mark.slow
 def test_one_wrong_weight_is_noticed(tmp_path):
     """One norm of one layer, 2 % off in the dense model only."""
     write_checkpoint(tmp_path, preset_config("tiny"), seed=5)

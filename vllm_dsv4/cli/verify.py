@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from vllm_dsv4.cli.comparison import Comparison, Difference, Divergence, ServedText, compare
+from vllm_dsv4.cli.environment import VllmStatus, plugin_problems
 from vllm_dsv4.reference.model import DenseModel
 
 _TOP = 5
@@ -73,13 +74,18 @@ def serve(folder: Path, prompts: list[list[int]], args: argparse.Namespace, dtyp
     """Continue prompts greedily with ``vllm.LLM``.
 
     Raises:
-        ValueError: vLLM is not installed.
+        ValueError: vLLM is not installed, or would not use this package.
     """
     _set_environment()
     try:
+        import vllm
         from vllm import LLM, SamplingParams
     except ImportError as error:
         raise ValueError(f"verify needs vLLM, which cannot be imported ({error}); install vllm-dsv4[cpu] or [gpu]") from error
+    # vLLM would serve a model of its own instead, and that one would be verified.
+    problems = plugin_problems(VllmStatus(vllm.__version__))
+    if problems:
+        raise ValueError("; ".join(problems))
     llm = LLM(
         model=str(folder),
         # Otherwise vLLM serves a float32 checkpoint in bfloat16.
