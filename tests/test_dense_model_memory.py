@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from oracle import flash_like, random_prompt, write_oracle_checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode
+from tolerances import LargestTensor
 
 from vllm_dsv4.reference.model import DenseModel
 
@@ -23,20 +22,6 @@ SMALL = {
     "sliding_window": WINDOW,
     "num_nextn_predict_layers": 0,
 }
-
-
-class LargestTensor(TorchDispatchMode):
-    """Records the number of elements of the largest tensor that any op returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        parts = result if isinstance(result, tuple | list) else (result,)
-        self.elements = max(self.elements, *(part.numel() for part in parts if isinstance(part, torch.Tensor)), 0)
-        return result
 
 
 def _largest(model: DenseModel, length: int) -> int:

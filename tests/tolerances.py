@@ -1,8 +1,12 @@
-"""How closely an op must match its exact result, by where it ran."""
+"""How closely an op must match its exact result, by where it ran, and what it may take."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 RELATIVE_NORM = {torch.bfloat16: 2e-3, torch.float16: 5e-4, torch.float32: 1e-5}
 """Bound on ‖out − exact‖ / ‖exact‖ for a GPU kernel: what one rounding to the dtype costs on average, with little to spare."""
@@ -21,3 +25,36 @@ def assert_matches(out: torch.Tensor, exact: torch.Tensor) -> None:
         return
     bound = RELATIVE_NORM.get(out.dtype, 1e-12)
     assert (out.cpu().double() - exact).norm() <= bound * exact.norm()
+
+
+def assert_independent_of_batch(op: Callable[[slice], torch.Tensor], num_tokens: int) -> None:
+    """``op`` gives the rows [N, ...] of the tokens of a slice: each token's must be the same, bit for bit, in any company.
+
+    A kernel may sum in another order for another batch size.
+    """
+    together = op(slice(0, num_tokens))
+    for start, stop in ((0, 1), (num_tokens // 2, num_tokens // 2 + 1), (num_tokens - 1, num_tokens), (1, num_tokens)):
+        alone = op(slice(start, stop))
+        if together.is_cuda:
+            assert_matches(alone, together[start:stop].cpu().double())
+        else:
+            assert torch.equal(alone, together[start:stop])
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the number of elements of the largest tensor that any op allocates: views of its arguments do not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = {tensor.untyped_storage().data_ptr() for tensor in _tensors((args, kwargs))}
+        new = (tensor.numel() for tensor in _tensors(result) if tensor.untyped_storage().data_ptr() not in given)
+        self.elements = max(self.elements, *new, 0)
+        return result
+
+
+def _tensors(tree: object) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

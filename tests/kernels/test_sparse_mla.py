@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tolerances import assert_matches
+from tolerances import LargestTensor, assert_independent_of_batch, assert_matches
 
 from vllm_dsv4 import ops
-from vllm_dsv4.reference.numerics import gather_entries, scatter_entries
+from vllm_dsv4.reference.numerics import gather_entries, row_tiles, scatter_entries
 
 MakeCache = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
@@ -97,6 +97,9 @@ def test_a_repeated_slot_counts_twice(make_cache: MakeCache, generator: torch.Ge
     out = ops.sparse_mla(q.to(device), cache, slots.to(device), sink.to(device), 0.2)
     assert_matches(out, by_hand(q[0], [values[5], values[9], values[5]], sink, 0.2).unsqueeze(0))
     assert not torch.equal(out, ops.sparse_mla(q.to(device), cache, slots[:, :2].to(device), sink.to(device), 0.2))
+    one, two = slots[:, :1].to(device), slots[:, 1:].to(device)
+    both_lists = ops.sparse_mla(q.to(device), cache, one, sink.to(device), 0.2, entry_cache=cache, entry_slots=two)
+    assert_matches(both_lists, by_hand(q[0], [values[5], values[9], values[5]], sink, 0.2).unsqueeze(0))
 
 
 def test_extreme_sinks(make_cache: MakeCache, generator: torch.Generator, device: torch.device) -> None:
@@ -109,26 +112,94 @@ def test_extreme_sinks(make_cache: MakeCache, generator: torch.Generator, device
     assert_matches(out[:, 1:], by_hand(q[0, 1:], list(values), torch.tensor([-1e4]), 0.05).unsqueeze(0))
 
 
-def test_padding_and_batch_do_not_matter(make_cache: MakeCache, generator: torch.Generator, device: torch.device) -> None:
+def test_infinite_sinks(make_cache: MakeCache, generator: torch.Generator, device: torch.device) -> None:
+    """Padded heads have a sink of -inf, also for tokens that attend to nothing (model.md 7.2)."""
+    cache, values = fill(make_cache, 1, 64, torch.bfloat16, generator)
+    q = torch.randn(2, 3, 512, generator=generator).bfloat16()
+    slots = torch.stack((torch.arange(64), torch.full((64,), -1))).int()
+    sinks = torch.tensor([-torch.inf, torch.inf, 1.0])
+    out = ops.sparse_mla(q.to(device), cache, slots.to(device), sinks.to(device), 0.05).cpu()
+    assert_matches(out[0, :1], by_hand(q[0, :1], list(values), torch.tensor([-1e9]), 0.05))
+    assert not out[0, 1].any() and not out[1].any()
+
+
+def test_nothing_to_attend_to(make_cache: MakeCache, generator: torch.Generator, device: torch.device) -> None:
+    cache, _ = fill(make_cache, 1, 64, torch.uint8, generator)
+    q, sink = torch.randn(3, 4, 512, generator=generator).bfloat16().to(device), torch.zeros(4, device=device)
+    none = torch.full((3, 16), -1, dtype=torch.int32, device=device)
+    for window, entries in ((none, None), (none, none), (none[:, :0], none[:, :0])):
+        options = {} if entries is None else {"entry_cache": cache, "entry_slots": entries}
+        assert not ops.sparse_mla(q, cache, window, sink, 0.1, **options).any()
+
+
+def scattered(slots: torch.Tensor, width: int, generator: torch.Generator) -> torch.Tensor:
+    """The same slots in the same order, with -1 columns before, between and after them: [T, width]."""
+    columns = torch.rand(slots.shape[0], width, generator=generator).argsort(1)[:, : slots.shape[1]].sort(1).values
+    return torch.full((slots.shape[0], width), -1, dtype=torch.int32).scatter_(1, columns, slots)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32], ids=["packed", "float32"])
+def test_padding_does_not_matter(dtype: torch.dtype, make_cache: MakeCache, generator: torch.Generator, device: torch.device) -> None:
+    window_cache, window_values = fill(make_cache, 5, 64, dtype, generator)
+    entry_cache, entry_values = fill(make_cache, 4, 64, dtype, generator)
+    q = torch.randn(20, 8, 512, generator=generator).to(torch.float32 if dtype == torch.float32 else torch.bfloat16)
+    sink = torch.randn(8, generator=generator)
+    window_slots = random_slots(20, 128, len(window_values), generator)
+    entry_slots = random_slots(20, 32, len(entry_values), generator)
+
+    def run(window: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
+        inputs = (q.to(device), window_cache, window.to(device), sink.to(device))
+        return ops.sparse_mla(*inputs, 512**-0.5, entry_cache=entry_cache, entry_slots=entries.to(device))
+
+    plain = run(window_slots, entry_slots)
+    padded = run(scattered(window_slots, 300, generator), scattered(entry_slots, 700, generator))
+    if device.type == "cpu":
+        assert torch.equal(plain, padded)
+    else:
+        assert_matches(padded, plain.cpu().double())
+
+
+def test_does_not_depend_on_the_batch(make_cache: MakeCache, generator: torch.Generator, device: torch.device) -> None:
     window_cache, window_values = fill(make_cache, 5, 64, torch.uint8, generator)
-    entry_cache, entry_values = fill(make_cache, 4, 64, torch.uint8, generator)
+    entry_cache, entry_values = fill(make_cache, 12, 64, torch.uint8, generator)
     q = torch.randn(40, 64, 512, generator=generator).bfloat16().to(device)
     sink = torch.randn(64, generator=generator).to(device)
     window_slots = random_slots(40, 128, len(window_values), generator).to(device)
-    entry_slots = random_slots(40, 32, len(entry_values), generator).to(device)
-    caches = {"entry_cache": entry_cache, "entry_slots": entry_slots}
-    together = ops.sparse_mla(q, window_cache, window_slots, sink, 512**-0.5, **caches)
-    padding = torch.full((40, 100), -1, dtype=torch.int32, device=device)
-    caches["entry_slots"] = torch.cat((padding, entry_slots, padding), 1)
-    padded = ops.sparse_mla(q, window_cache, torch.cat((window_slots, padding), 1), sink, 512**-0.5, **caches)
+    entry_slots = random_slots(40, 600, len(entry_values), generator).to(device)
+    assert_independent_of_batch(
+        lambda rows: ops.sparse_mla(
+            q[rows], window_cache, window_slots[rows], sink, 512**-0.5, entry_cache=entry_cache, entry_slots=entry_slots[rows]
+        ),
+        40,
+    )
+
+
+def test_a_hundred_thousand_entries(make_cache: MakeCache, device: torch.device) -> None:
+    """More than any layer of a million tokens attends to; scratch memory must not grow with the number of entries."""
+    generator = torch.Generator().manual_seed(0)
+    cache, _ = make_cache(1601, 64, 584, torch.uint8)
+    values = []
+    for tile in row_tiles(102_464, 512):
+        slots = torch.arange(tile.start, tile.stop, device=device)
+        scatter_entries(cache, slots, torch.randn(len(slots), 512, generator=generator).bfloat16().to(device))
+        values.append(gather_entries(cache, slots).cpu())
+    keys = torch.cat(values)
+    q = (torch.randn(2, 2, 512, generator=generator) * 3).bfloat16()  # far from uniform weights
+    entry_slots = torch.stack((torch.randperm(102_464, generator=generator), torch.arange(102_464))).int()
+    entry_slots[1, 100_001:] = -1
+    window_slots, sink = torch.tensor([[7, -1], [8, 9]], dtype=torch.int32), torch.zeros(2)
+    inputs = (q.to(device), cache, window_slots.to(device), sink.to(device), 512**-0.5)
+    with LargestTensor() as largest:
+        out = ops.sparse_mla(*inputs, entry_cache=cache, entry_slots=entry_slots.to(device))
+    exact = []
+    for token, attended in enumerate(([7], [8, 9])):
+        weight = torch.zeros(len(keys)).index_add_(0, torch.tensor(attended), torch.ones(len(attended)))
+        weight[entry_slots[token][entry_slots[token] >= 0].long()] += 1
+        scores = (q[token].double() @ keys.double().T * 512**-0.5).exp() * weight
+        exact.append(scores @ keys.double() / (scores.sum(-1, keepdim=True) + 1))
+    assert_matches(out, torch.stack(exact))
     if device.type == "cpu":
-        assert torch.equal(together, padded)
-        for token in (0, 1, 39):
-            row = slice(token, token + 1)
-            caches["entry_slots"] = entry_slots[row]
-            assert torch.equal(ops.sparse_mla(q[row], window_cache, window_slots[row], sink, 512**-0.5, **caches)[0], together[token])
-    else:
-        assert_matches(padded, together.cpu().double())
+        assert largest.elements <= 1 << 23  # of the 52 million values of these entries
 
 
 def test_compiled_op(compiled_op: Callable[[str], object], make_cache: MakeCache, generator: torch.Generator) -> None:
