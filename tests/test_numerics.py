@@ -139,6 +139,24 @@ def test_mxfp4_quantisation(generator: torch.Generator) -> None:
             assert packed[row, 16 * block : 16 * block + 16].tolist() == expected
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("rows", "columns", "group_size"), [(7, 300, 128), (1, 1, 128), (0, 256, 128), (3, 256, 64)])
+def test_fp8_round_trip(rows: int, columns: int, group_size: int, dtype: torch.dtype, generator: torch.Generator) -> None:
+    """Every value by the definition; the last group may be short."""
+    x = (torch.randn(rows, columns, generator=generator) * (torch.rand(rows, 1, generator=generator) * 40 - 20).exp2()).to(dtype)
+    e4m3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double().tolist()
+    expected = []
+    for row in x.double().tolist():
+        for start in range(0, columns, group_size):
+            group = row[start : start + group_size]
+            amax = np.float32(max(1e-4, max(map(abs, group))))
+            scale = math.ldexp(1.0, ceil_log2(float(amax * np.float32(1 / 448))))
+            expected += [math.copysign(e4m3[nearest_even(min(abs(v) / scale, 448.0), e4m3)] * scale, v) for v in group]
+    out = numerics.fp8_round_trip(x, group_size)
+    assert out.dtype == torch.float64 and out.shape == x.shape
+    assert out.flatten().tolist() == expected
+
+
 def test_quantisers_have_no_bias() -> None:
     x = torch.rand(200_000, 128, generator=torch.Generator().manual_seed(0)) + 0.5  # all positive: a bias cannot cancel
     q, exponent = numerics.quantize_fp8_groups(x, 128)

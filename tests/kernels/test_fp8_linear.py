@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tolerances import assert_matches
+from tolerances import assert_independent_of_batch, assert_matches
 
 from vllm_dsv4 import ops
 
@@ -55,3 +55,9 @@ def test_out_dtype_and_quantisation_matter(generator: torch.Generator, device: t
     assert out.dtype == torch.float32
     unquantised = x.double() @ widen(weight, weight_sf).T
     assert 0.005 < (out.cpu().double() - unquantised).norm() / unquantised.norm() < 0.05
+
+
+def test_does_not_depend_on_the_batch(generator: torch.Generator, device: torch.device) -> None:
+    x = torch.randn(65, 200, generator=generator).bfloat16().to(device)
+    weight, weight_sf = (tensor.to(device) for tensor in make_weight(130, 200, generator, False))
+    assert_independent_of_batch(lambda rows: ops.fp8_linear(x[rows], weight, weight_sf), 65)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tolerances import assert_matches
+from tolerances import assert_independent_of_batch, assert_matches
 
 from vllm_dsv4 import ops
 
@@ -21,3 +21,9 @@ def test_each_group_has_its_matrix(
     exact = torch.stack([x[:, group].double() @ weight[group].double().T for group in range(groups)], 1)
     assert out.dtype == dtype
     assert_matches(out, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_does_not_depend_on_the_batch(dtype: torch.dtype, generator: torch.Generator, device: torch.device) -> None:
+    x, weight = (torch.randn(shape, generator=generator).to(device, dtype) for shape in ((65, 4, 96), (4, 33, 96)))
+    assert_independent_of_batch(lambda rows: ops.grouped_linear(x[rows], weight), 65)

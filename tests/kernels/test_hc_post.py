@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tolerances import assert_matches
+from tolerances import assert_independent_of_batch, assert_matches
 
 from vllm_dsv4 import ops
 
@@ -34,3 +34,9 @@ def test_mixing_is_transposed(device: torch.device) -> None:
     comb = torch.tensor([[[0.0, 1.0], [0.0, 0.0]]], device=device)
     out = ops.hc_post(torch.zeros(1, 8, device=device), streams, torch.zeros(1, 2, device=device), comb).cpu()
     assert torch.equal(out[0, :, 0], torch.tensor([0.0, 5.0]))
+
+
+def test_does_not_depend_on_the_batch(generator: torch.Generator, device: torch.device) -> None:
+    shapes = ((65, 96), (65, 4, 96), (65, 4), (65, 4, 4))
+    x, streams, post, comb = (torch.randn(shape, generator=generator).to(device) for shape in shapes)
+    assert_independent_of_batch(lambda rows: ops.hc_post(x[rows], streams[rows], post[rows], comb[rows]), 65)

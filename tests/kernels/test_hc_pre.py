@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from tolerances import assert_matches
+from tolerances import assert_independent_of_batch, assert_matches
 
 from vllm_dsv4 import ops
 
@@ -75,3 +75,9 @@ def test_transformers(generator: torch.Generator, device: torch.device) -> None:
     by_shape = {tuple(tensor.shape[1:]): tensor[0] for tensor in theirs}
     for out in ours:
         torch.testing.assert_close(out.cpu(), by_shape[tuple(out.shape)], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("output", [0, 1, 2], ids=["x", "post", "comb"])
+def test_does_not_depend_on_the_batch(output: int, generator: torch.Generator, device: torch.device) -> None:
+    streams, *parameters = (tensor.to(device) for tensor in make_inputs(65, 4, 96, generator, torch.bfloat16))
+    assert_independent_of_batch(lambda rows: ops.hc_pre(streams[rows], *parameters, 1e-6, 1e-6, 20)[output], 65)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tolerances import assert_matches
+from tolerances import assert_independent_of_batch, assert_matches
 
 from vllm_dsv4 import ops
 
@@ -21,3 +21,9 @@ def test_dot_products(
     out = ops.linear(x.to(device), weight.to(device), out_dtype=out_dtype)
     assert out.dtype == (out_dtype or dtype)
     assert_matches(out, (x.double().unsqueeze(1) * weight.double()).sum(-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_does_not_depend_on_the_batch(dtype: torch.dtype, generator: torch.Generator, device: torch.device) -> None:
+    x, weight = (torch.randn(shape, generator=generator).to(device, dtype) for shape in ((65, 300), (129, 300)))
+    assert_independent_of_batch(lambda rows: ops.linear(x[rows], weight), 65)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tolerances import assert_matches
+from tolerances import assert_independent_of_batch, assert_matches
 
 from vllm_dsv4 import ops
 
@@ -24,3 +24,9 @@ def test_eps_decides_for_tiny_rows(device: torch.device) -> None:
     x = torch.full((2, 64), 1e-5, device=device)
     assert torch.allclose(ops.rms_norm(x, torch.ones(64, device=device), 1e-2).cpu(), torch.full((2, 64), 1e-4), rtol=1e-4)
     assert torch.equal(ops.rms_norm(torch.zeros_like(x), torch.ones(64, device=device), 1e-6).cpu(), torch.zeros(2, 64))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_does_not_depend_on_the_batch(dtype: torch.dtype, generator: torch.Generator, device: torch.device) -> None:
+    x, weight = (torch.randn(shape, generator=generator).to(device, dtype) for shape in ((65, 300), (300,)))
+    assert_independent_of_batch(lambda rows: ops.rms_norm(x[rows], weight, 1e-6), 65)
