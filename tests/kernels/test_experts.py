@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from test_fp8_linear import quantise, widen
-from tolerances import assert_matches
+from tolerances import assert_independent_of_batch, assert_matches
 
 from vllm_dsv4 import ops
 
@@ -145,3 +145,28 @@ def test_transformers(generator: torch.Generator, device: torch.device) -> None:
         theirs = module(x, topk_ids, topk_weights)
     ours = run(x, topk_weights, topk_ids.int(), (w13, None), (w2, None), device)
     torch.testing.assert_close(ours.cpu().float(), theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "fp8", "plain"])
+def test_a_rank_without_the_chosen_experts_gives_zeros(format: str, generator: torch.Generator, device: torch.device) -> None:
+    x, topk_weights, topk_ids, w13, w2 = make_case(format, generator)
+    nowhere = torch.full((6,), -1, dtype=torch.int32, device=device)
+    out = run(x, topk_weights, topk_ids, w13, w2, device, expert_map=nowhere)
+    assert out.shape == x.shape and not out.any()
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_absent_ids_are_left_out(mapped: bool, generator: torch.Generator, device: torch.device) -> None:
+    x, topk_weights, topk_ids, w13, w2 = make_case("plain", generator)
+    options = {"expert_map": torch.arange(6, dtype=torch.int32, device=device)} if mapped else {}
+    topk_ids[:, 1:] = -1
+    topk_ids[4] = -1
+    out = run(x, topk_weights, topk_ids, w13, w2, device, **options)
+    first = run(x, topk_weights[:, :1], topk_ids[:, :1], w13, w2, device, **options)
+    assert torch.equal(out, first) and not out[4].any() and out[3].any()
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "fp8", "plain"])
+def test_does_not_depend_on_the_batch(format: str, generator: torch.Generator, device: torch.device) -> None:
+    x, topk_weights, topk_ids, w13, w2 = make_case(format, generator, num_tokens=33)
+    assert_independent_of_batch(lambda rows: run(x[rows], topk_weights[rows], topk_ids[rows], w13, w2, device), 33)

@@ -30,7 +30,7 @@ def experts_ref(
     Args:
         x: [T, D].
         topk_weights: [T, topk] float32.
-        topk_ids: [T, topk] int32, global expert ids; an id may repeat.
+        topk_ids: [T, topk] int32, global expert ids, -1 = none; an id may repeat.
         w13: [E, 2I, D], rows of w1 (gate), then of w3 (up): uint8 [E, 2I, D/2] MXFP4, float8_e4m3fn block FP8, or plain.
         w2: [E, D, I], likewise.
         w13_sf: uint8 E8M0 [E, 2I, D/32], or float32 [E, ceil(2I/128), ceil(D/128)].
@@ -44,11 +44,15 @@ def experts_ref(
         [T, D] float64: this rank's experts' share.
     """
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
-    local_ids = topk_ids.long() if expert_map is None else expert_map[topk_ids.long()].long()
-    for expert in local_ids.unique().tolist():
+    local_ids = topk_ids.long()
+    if expert_map is not None:
+        local_ids = torch.where(local_ids < 0, -1, expert_map[local_ids.clamp(min=0)].long())
+    order = local_ids.flatten().argsort(stable=True)
+    hit, counts = local_ids.flatten()[order].unique_consecutive(return_counts=True)
+    for expert, pairs in zip(hit.tolist(), order.split(counts.tolist()), strict=True):
         if expert < 0:
             continue
-        token, choice = (local_ids == expert).nonzero(as_tuple=True)
+        token, choice = pairs // topk_ids.shape[1], pairs % topk_ids.shape[1]
         gate, up = (_widen(x[token], w13_sf) @ _dequantize(w13, w13_sf, expert).T).to(x.dtype).chunk(2, -1)
         hidden = swiglu_ref(gate, up, swiglu_limit, x.dtype, topk_weights[token, choice])
         y = _widen(hidden, w2_sf) @ _dequantize(w2, w2_sf, expert).T
