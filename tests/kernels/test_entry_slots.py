@@ -34,3 +34,28 @@ def test_selected_entries(page_size: int, generator: torch.Generator, device: to
         table = block_table[requests[token]].tolist()
         expected = [table[e // page_size] * page_size + e % page_size if 0 <= e < num_entries[token] else -1 for e in row]
         assert out[token].tolist() == expected
+
+
+def test_nothing_to_select(device: torch.device) -> None:
+    """No tokens, no columns, nothing visible, nothing selected."""
+    zeros = torch.zeros(3, dtype=torch.int32, device=device)
+    table = torch.arange(4, dtype=torch.int32, device=device).view(1, 4)
+    assert ops.entry_slots(zeros[:0], zeros[:0], table, 64, width=5).shape == (0, 5)
+    assert ops.entry_slots(zeros, zeros, table, 64, width=0).shape == (3, 0)
+    none = torch.full((3, 7), -1, dtype=torch.int32, device=device)
+    assert torch.equal(ops.entry_slots(zeros, zeros, table, 64, width=7), none)
+    assert torch.equal(ops.entry_slots(zeros, zeros, table, 64, topk_indices=none + 1), none)
+    assert torch.equal(ops.entry_slots(zeros + 256, zeros, table, 64, topk_indices=none), none)
+
+
+def test_a_repeated_index_gives_its_slot_twice(device: torch.device) -> None:
+    count, request = torch.tensor([100], dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+    table = torch.tensor([[7, 3]], dtype=torch.int32, device=device)
+    indices = torch.tensor([[70, 5, 70]], dtype=torch.int32, device=device)
+    assert ops.entry_slots(count, request, table, 64, topk_indices=indices).tolist() == [[3 * 64 + 6, 7 * 64 + 5, 3 * 64 + 6]]
+
+
+def test_needs_indices_or_a_width(device: torch.device) -> None:
+    zeros = torch.zeros(1, dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match="width"):
+        ops.entry_slots(zeros, zeros, zeros.view(1, 1), 64)

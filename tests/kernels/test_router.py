@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from tolerances import assert_matches
+from tolerances import assert_independent_of_batch, assert_matches
 
 from vllm_dsv4 import ops
 
@@ -79,3 +79,30 @@ def test_transformers(generator: torch.Generator, device: torch.device) -> None:
     order, their_order = ids.cpu().sort(-1), their_ids.sort(-1)
     assert torch.equal(order.values.long(), their_order.values)
     torch.testing.assert_close(weights.cpu().gather(1, order.indices), their_weights.gather(1, their_order.indices), atol=1e-5, rtol=1e-5)
+
+
+def test_transformers_hash_router(generator: torch.Generator, device: torch.device) -> None:
+    modeling = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
+    config = modeling.DeepseekV4Config(
+        hidden_size=32, vocab_size=40, num_hidden_layers=2, n_routed_experts=12, num_experts_per_tok=4, routed_scaling_factor=2.5
+    )
+    module = modeling.DeepseekV4HashRouter(config).float()
+    module.weight.data.copy_(torch.randn(12, 32, generator=generator))
+    module.tid2eid.copy_(torch.randint(0, 12, (40, 4), generator=generator))
+    hidden, input_ids = torch.randn(21, 32, generator=generator), torch.randint(0, 40, (21,), generator=generator)
+    with torch.inference_mode():
+        logits, their_weights, their_ids = module(hidden, input_ids)
+    weights, ids = ops.router(logits.to(device), 4, 2.5, tid2eid=module.tid2eid.to(device), input_ids=input_ids.to(device))
+    assert torch.equal(ids.cpu().long(), their_ids)
+    torch.testing.assert_close(weights.cpu(), their_weights, atol=1e-5, rtol=1e-5)
+
+
+def test_a_table_needs_input_ids(device: torch.device) -> None:
+    with pytest.raises(ValueError, match="input_ids"):
+        ops.router(torch.zeros(3, 4, device=device), 2, 1.0, tid2eid=torch.zeros(5, 2, dtype=torch.int32, device=device))
+
+
+@pytest.mark.parametrize("output", [0, 1], ids=["weights", "ids"])
+def test_does_not_depend_on_the_batch(output: int, generator: torch.Generator, device: torch.device) -> None:
+    logits, bias = (torch.randn(shape, generator=generator).to(device) for shape in ((65, 256), (256,)))
+    assert_independent_of_batch(lambda rows: ops.router(logits[rows], 6, 1.5, bias=bias)[output], 65)

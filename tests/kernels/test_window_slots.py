@@ -26,3 +26,10 @@ def test_formula(page_size: int, window: int, generator: torch.Generator, device
 def test_no_tokens(device: torch.device) -> None:
     nothing = torch.zeros(0, dtype=torch.long, device=device)
     assert ops.window_slots(nothing, nothing.int(), torch.zeros(1, 1, dtype=torch.int32, device=device), 128, 64).shape == (0, 128)
+
+
+def test_one_token(device: torch.device) -> None:
+    position, request = torch.tensor([130], device=device), torch.zeros(1, dtype=torch.int32, device=device)
+    block_table = torch.tensor([[9, 4, 6]], dtype=torch.int32, device=device)
+    out = ops.window_slots(position, request, block_table, 4, 64)
+    assert sorted(out[0].tolist()) == [4 * 64 + 63, 6 * 64, 6 * 64 + 1, 6 * 64 + 2]
