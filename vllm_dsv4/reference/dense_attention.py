@@ -100,7 +100,7 @@ class DenseAttention:
         q = _index_round_trip(apply_rope(q.double(), cos_sin).to(weights.dtype), self.indexer_format)
         head_weights = weights.linear(f"{prefix}weights_proj", x).float() * config.index_head_dim**-0.5 * config.index_n_heads**-0.5
         products = (q.double() @ keys.double().T).relu_()  # [queries, heads, entries]
-        scores = (head_weights.double().unsqueeze(1) @ products).squeeze(1).masked_fill_(~visible, -torch.inf)
+        scores = (head_weights.double().unsqueeze(1) @ products).squeeze(1).float().masked_fill_(~visible, -torch.inf)
         best = scores.sort(dim=1, descending=True, stable=True).indices[:, : config.index_topk]
         return visible & torch.zeros_like(visible).scatter_(1, best, True)
 
