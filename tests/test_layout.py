@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
@@ -20,20 +21,41 @@ MAY_IMPORT_VLLM_LAZILY = {"cli"}
 NEVER_NEEDS_VLLM = ("kernels", "reference", "checkpoint", "config.py", "ops.py", "backend.py", "envs.py", "quantization/formats.py")
 
 
-def imports(path: Path) -> list[tuple[str, bool]]:
-    """Modules that a file imports, each with whether it does so at module level."""
-    tree = ast.parse(path.read_text())
-    found = []
-    for node in ast.walk(tree):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module]
-        found += [(name, node in tree.body) for name in names]
+def imports(path: Path) -> Iterator[tuple[str, bool]]:
+    """Absolute names that a file imports (of ``from a import b``: a.b), each with whether only a function does so."""
+    package = path.relative_to(ROOT).parent.parts
+
+    def visit(node: ast.AST, lazy: bool) -> Iterator[tuple[str, bool]]:
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, lazy) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join((*parents, *([node.module] if node.module else [])))
+            yield from ((f"{module}.{alias.name}", lazy) for alias in node.names)
+        lazy = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, lazy)
+
+    return visit(ast.parse(path.read_text()), False)
+
+
+def imports_vllm(path: Path) -> list[tuple[str, bool]]:
+    return [(name, lazy) for name, lazy in imports(path) if name.split(".")[0] == "vllm"]
+
+
+def reached(paths: list[Path]) -> set[Path]:
+    """Our files that importing these files, or calling what they define, may load."""
+    found: set[Path] = set()
+    while paths:
+        path = paths.pop()
+        if path in found:
+            continue
+        found.add(path)
+        for name, _ in imports(path):
+            parts = name.split(".")
+            modules = [ROOT.joinpath(*parts[:end]) for end in range(1, len(parts) + 1)]
+            paths += [file for module in modules for file in (module.with_suffix(".py"), module / "__init__.py") if file.is_file()]
     return found
-
-
-def sources(*names: str) -> list[Path]:
-    return [path for name in names for path in ((PACKAGE / name).rglob("*.py") if (PACKAGE / name).is_dir() else [PACKAGE / name])]
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -59,36 +81,26 @@ def test_the_architecture_page_lists_no_other_op() -> None:
 
 
 def test_every_kernel_has_its_partners() -> None:
-    kernels = [path.stem for path in (PACKAGE / "kernels").glob("*.py") if path.stem in OPS]
-    missing = [name for name in kernels if not (ROOT / f"benchmarks/bench_{name}.py").exists()]
-    assert not missing, f"kernels without a benchmark: {missing}"
+    """What kernels share is in files that begin with an underscore."""
+    kernels = [path.stem for path in (PACKAGE / "kernels").glob("*.py") if not path.stem.startswith("_")]
+    partners = [file for name in kernels for file in (PACKAGE / f"reference/{name}.py", ROOT / f"benchmarks/bench_{name}.py")]
+    missing = [file.relative_to(ROOT).as_posix() for file in partners if not file.exists()]
+    assert not missing, f"kernels without a reference or a benchmark: {missing}"
 
 
 def test_vllm_is_imported_where_it_may_be() -> None:
     for path in PACKAGE.rglob("*.py"):
         where = path.relative_to(PACKAGE)
-        for module, at_top in imports(path):
-            if module.split(".")[0] != "vllm":
-                continue
-            lazily = where.parts[0] in MAY_IMPORT_VLLM_LAZILY and not at_top
-            assert where.as_posix() in MAY_IMPORT_VLLM or lazily, f"{where} imports {module}"
+        for name, lazy in imports_vllm(path):
+            lazily = lazy and where.parts[0] in MAY_IMPORT_VLLM_LAZILY
+            assert where.as_posix() in MAY_IMPORT_VLLM or lazily, f"{where} imports {name}"
 
 
-def test_ops_run_without_vllm() -> None:
+@pytest.mark.parametrize("name", NEVER_NEEDS_VLLM)
+def test_runs_without_vllm(name: str) -> None:
     """Neither directly nor through our own modules that import it."""
-    needs_vllm = (
-        "compat",
-        "plugin",
-        "engine_options",
-        "parallel",
-        "attention",
-        "moe",
-        "model",
-        "quantization.config",
-        "quantization.linear",
-    )
-    for path in sources(*NEVER_NEEDS_VLLM):
-        for module, _ in imports(path):
-            assert module.split(".")[0] != "vllm", f"{path.name} imports {module}"
-            inner = module.removeprefix("vllm_dsv4.")
-            assert inner == module or not inner.startswith(needs_vllm), f"{path.name} imports {module}, which needs vLLM"
+    source = PACKAGE / name
+    files = list(source.rglob("*.py")) if source.is_dir() else [source]
+    assert files
+    for path in reached(files):
+        assert not imports_vllm(path), f"{name} reaches {path.relative_to(PACKAGE)}, which imports vLLM"
