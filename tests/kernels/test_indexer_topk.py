@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from tolerances import LargestTensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from vllm_dsv4 import ops
 from vllm_dsv4.reference.indexer_query import IndexerQuery
@@ -161,6 +162,63 @@ def test_does_not_depend_on_the_batch(format: str, make_cache: MakeCache, genera
         one = IndexerQuery(query.q[row], None if query.q_sf is None else query.q_sf[row], query.weights[row])
         alone = ops.indexer_topk(one, cache, block_table, requests[row], num_entries[row], 24)
         assert sorted(alone[0].tolist()) == sorted(together[token].tolist())
+
+
+@pytest.mark.parametrize("num_heads", [16, 64])
+def test_equal_keys_tie_in_every_batch(num_heads: int, make_cache: MakeCache, generator: torch.Generator, device: torch.device) -> None:
+    """37 float32 keys, each repeated 55 times: sums depend on their order in the last bits, and these must not decide."""
+    cache, _ = make_cache(32, 64, 128, torch.float32)
+    keys, which = torch.randn(37, 128, generator=generator), torch.randint(0, 37, (2048,), generator=generator)
+    scatter_entries(cache, torch.arange(2048, device=device), keys[which].to(device))
+    q, weights = torch.randn(24, num_heads, 128, generator=generator), torch.randn(24, num_heads, generator=generator)
+    table, requests = torch.arange(32, dtype=torch.int32, device=device).view(1, -1), torch.zeros(24, dtype=torch.int32, device=device)
+    num_entries = torch.randint(1500, 2049, (24,), generator=generator, dtype=torch.int32)
+
+    def select(rows: slice) -> list[list[int]]:
+        query = IndexerQuery(q[rows].to(device), None, weights[rows].to(device))
+        return [sorted(row) for row in ops.indexer_topk(query, cache, table, requests[rows], num_entries[rows].to(device), 100).tolist()]
+
+    together = select(slice(0, 24))
+    for token, count in enumerate(num_entries.tolist()):
+        scores = ((keys.double() @ q[token].double().T).relu() @ weights[token].double()).tolist()
+        ranked = sorted(range(count), key=lambda e, scores=scores: (-scores[which[e]], e))
+        assert together[token] == select(slice(token, token + 1))[0] == sorted(ranked[:100])
+
+
+def test_nan_of_one_request_leaves_the_others_alone(make_cache: MakeCache, generator: torch.Generator, device: torch.device) -> None:
+    cache, _ = make_keys("rows", 8, 64, make_cache, generator)
+    query = make_query("rows", 4, 16, generator, device)
+    table = torch.arange(8, dtype=torch.int32, device=device).view(2, 4)
+    requests, num_entries = (torch.tensor(values, dtype=torch.int32, device=device) for values in ([0, 0, 1, 1], [200, 201, 202, 203]))
+    clean = ops.indexer_topk(query, cache, table, requests, num_entries, 12)
+    cache[:2, 5] = torch.nan  # entries 5 and 69 of request 0
+    query.weights[3] = torch.nan
+    indices = ops.indexer_topk(query, cache, table, requests, num_entries, 12)
+    assert torch.equal(indices[2], clean[2])
+    for row in indices.tolist():
+        assert len(set(row)) == 12 and min(row) >= 0 and max(row) < 203
+    assert not {5, 69} & set(indices[:2].flatten().tolist())
+
+
+def test_short_requests_do_not_pay_for_a_long_one(make_cache: MakeCache, generator: torch.Generator, device: torch.device) -> None:
+    """Doubling the longest request costs a batch exactly what it costs that request alone."""
+    if device.type != "cpu":
+        pytest.skip("counts the multiplications of the PyTorch implementation")
+    cache, _ = make_keys("rows", 512, 64, make_cache, generator)
+    table = torch.arange(512, dtype=torch.int32).expand(32, -1)
+
+    def flops(short: list[int], long: int) -> int:
+        """Of tokens with 500 entries, in the requests ``short``, before one with ``long`` entries."""
+        requests, counts = [*short, 31], [500] * len(short) + [long]
+        query = make_query("rows", len(counts), 16, generator, device)
+        with FlopCounterMode(display=False) as counter:
+            ops.indexer_topk(query, cache, table, *(torch.tensor(t, dtype=torch.int32) for t in (requests, counts)), 64)
+        return counter.get_total_flops()
+
+    alone = flops([], 32_768) - flops([], 16_384)
+    assert alone >= 2 * 16_384 * 16 * 128  # a multiplication and an addition for each entry, head and dimension
+    for short in (list(range(31)), [0] * 31):  # single tokens of 31 requests; a prefill
+        assert flops(short, 32_768) - flops(short, 16_384) == alone
 
 
 def test_a_million_tokens_of_context(make_cache: MakeCache, generator: torch.Generator, device: torch.device) -> None:
