@@ -57,6 +57,13 @@ def test_among_equals_the_lower_index_wins(device: torch.device) -> None:
     assert ops.router(logits, 2, 1.0, bias=torch.zeros(5, device=device))[1].tolist() == [[1, 2], [0, 1]]
 
 
+def test_among_many_equals_the_lower_index_wins(generator: torch.Generator, device: torch.device) -> None:
+    """A few levels for 256 experts: nearly every choice is one among equals."""
+    logits = torch.randint(-2, 3, (33, 256), generator=generator).float()
+    _, ids = ops.router(logits.to(device), 6, 1.5, bias=torch.zeros(256, device=device))
+    assert ids.tolist() == [sorted(range(256), key=lambda e, row=row: (-row[e], e))[:6] for row in logits.tolist()]
+
+
 def test_softplus_of_large_logits(device: torch.device) -> None:
     logits = torch.tensor([[30.0, 1000.0, -1000.0, 19.9]], device=device)
     weights, ids = ops.router(logits, 3, 1.0, bias=torch.zeros(4, device=device))
