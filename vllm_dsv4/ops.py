@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ class Op:
 
 @cache
 def _implementation(name: str, backend: str) -> Callable[..., Any]:
+    if backend != "reference" and find_spec(f"{BACKENDS[backend]}.{name}") is None:
+        backend = "reference"
     module = import_module(f"{BACKENDS[backend]}.{name}")
     return getattr(module, f"{name}_ref" if backend == "reference" else name)
 
