@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import triton.language as tl
 
 Capability = tuple[int, int]
 
@@ -86,3 +87,9 @@ def _cuda_capability(index: int | None) -> Capability:
 @cache
 def _multi_processor_count(index: int | None) -> int:
     return torch.cuda.get_device_properties(torch.device("cuda", index or 0)).multi_processor_count
+
+
+def dot_dtype(device: torch.device) -> tl.dtype:
+    """What ``tl.dot`` takes: bfloat16, in which e4m3, e2m1 and any power-of-two multiple of them are exact. On the CPU, under
+    Triton's interpreter, whose bfloat16 products are wrong, float32."""
+    return tl.float32 if device.type == "cpu" else tl.bfloat16
