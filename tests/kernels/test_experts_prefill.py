@@ -115,7 +115,8 @@ def test_scales_far_from_one(generator: torch.Generator, device: torch.device) -
 
 def test_float32_activations_and_weights(generator: torch.Generator, device: torch.device) -> None:
     num_experts, hidden_size, intermediate = 5, 64, 48
-    w13, w2 = (torch.randn(num_experts, *shape, generator=generator) * 0.3 for shape in ((2 * intermediate, hidden_size), (hidden_size, intermediate)))
+    shapes = ((num_experts, 2 * intermediate, hidden_size), (num_experts, hidden_size, intermediate))
+    w13, w2 = (torch.randn(shape, generator=generator) * 0.3 for shape in shapes)
     x, topk_weights = torch.randn(7, hidden_size, generator=generator), torch.rand(7, 2, generator=generator)
     topk_ids = torch.stack([torch.randperm(num_experts, generator=generator)[:2] for _ in range(7)]).int()
     out = prefill(x, topk_weights, topk_ids, (w13, None), (w2, None), device)

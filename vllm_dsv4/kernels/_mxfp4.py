@@ -53,7 +53,7 @@ def unpack_mxfp4(packed, sf, DTYPE: tl.constexpr):
     ROWS: tl.constexpr = packed.shape[0]
     BYTES: tl.constexpr = packed.shape[1]
     exponent = tl.minimum(sf.to(tl.int32) + 62, 255)
-    if DTYPE == tl.bfloat16:
+    if tl.bfloat16 == DTYPE:
         scale = (exponent << 7).to(tl.uint16)
         scale = tl.broadcast_to(scale[:, :, None], (ROWS, BYTES // 16, 16)).reshape(ROWS, BYTES)
         low, high = tl.inline_asm_elementwise(_UNPACK, "=r,=r,=r,=r,r,r,r", [packed, scale], (tl.bfloat16, tl.bfloat16), True, 4)
