@@ -6,10 +6,7 @@ each against the sources of the supported releases.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-import vllm
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.distributed import (
     get_dp_group,
@@ -88,7 +85,6 @@ __all__ = [
     "VllmConfig",
     "VocabParallelEmbedding",
     "allow_chunked_prefill_on_cpu",
-    "check_token_ids_without_tokenizer",
     "current_platform",
     "fused_moe_make_expert_params_mapping",
     "get_current_vllm_config",
@@ -151,29 +147,6 @@ def allow_chunked_prefill_on_cpu(vllm_config: VllmConfig) -> None:
     """
     if current_platform.is_cpu() and vllm_config.model_config is not None:
         vllm_config.model_config.model_arch_config.is_deepseek_mla = False
-
-
-def check_token_ids_without_tokenizer() -> None:
-    """Make vLLM 0.32 refuse token ids outside of the vocabulary also with ``--skip-tokenizer-init``, as 0.33 does by itself.
-
-    It leaves its check out then, and an id past int32 ends the worker: one client's request would end the server.
-    """
-    from vllm.exceptions import VLLMValidationError
-    from vllm.renderers.base import BaseRenderer
-
-    check = BaseRenderer.validate_token_ids
-    if not vllm.__version__.startswith("0.32.") or check.__module__ == __name__:
-        return
-
-    def validate_token_ids(self: BaseRenderer, token_ids: Sequence[int], *, parameter: str | None = None) -> None:
-        if self.tokenizer is not None:
-            return check(self, token_ids, parameter=parameter)
-        vocab_size = self.model_config.get_vocab_size()
-        unknown = next((token for token in token_ids if not 0 <= token < vocab_size), None)
-        if unknown is not None:
-            raise VLLMValidationError(f"Token id {unknown} is out of vocabulary", parameter=parameter)
-
-    BaseRenderer.validate_token_ids = validate_token_ids
 
 
 def num_tokens_across_dp() -> list[int]:

@@ -16,7 +16,6 @@ from vllm_dsv4.compat import (
     VerifyAndUpdateConfig,
     VllmConfig,
     allow_chunked_prefill_on_cpu,
-    check_token_ids_without_tokenizer,
     current_platform,
 )
 from vllm_dsv4.config import ConfigError, Dsv4Config
@@ -45,7 +44,6 @@ class Dsv4EngineOptions(VerifyAndUpdateConfig):
         vllm_config.cache_config.block_size = BLOCK_SIZE
         allow_chunked_prefill_on_cpu(vllm_config)
         _run_reference_ops_eagerly(vllm_config)
-        check_token_ids_without_tokenizer()
 
 
 def _run_reference_ops_eagerly(vllm_config: VllmConfig) -> None:
