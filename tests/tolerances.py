@@ -24,14 +24,40 @@ def assert_matches(out: torch.Tensor, exact: torch.Tensor) -> None:
     """``exact`` is float64, on the CPU, and evaluated otherwise than by the op.
 
     A reference op, on the CPU, must round it correctly: both are exact to 2^-45 or so, and rounding to ``out``'s dtype hides
-    that. A kernel must come close.
+    that. A kernel must come close: within the bound of its norm, or be a correct rounding.
     """
     assert out.shape == exact.shape
     assert not out.isnan().any()
     if not is_kernel_output(out) and out.dtype != torch.float64:
         assert torch.equal(out, exact.to(out.dtype))
         return
+    error = (out.cpu().double() - exact).abs()
     bound = RELATIVE_NORM.get(out.dtype, 1e-12) * (4 if INTERPRETED else 1)
+    assert error.norm() <= bound * exact.norm() or _is_rounding(out.dtype, error, exact)
+
+
+def _is_rounding(dtype: torch.dtype, error: torch.Tensor, exact: torch.Tensor) -> bool:
+    """Whether every element is as close to the exact one as its dtype allows, up to the error of sums in float32.
+
+    One rounding to bfloat16 costs 1.5e-3 on average, but up to 2^-8 = 3.9e-3 for a single value: of random correct outputs a
+    quarter exceed the bound of the norm with one or two elements, and with 33 still one in ten.
+    """
+    nearest = (exact.to(dtype).double() - exact).abs()
+    return bool((error <= nearest + RELATIVE_NORM[torch.float32] * exact.norm()).all())
+
+
+def assert_matches_experts(out: torch.Tensor, exact: torch.Tensor) -> None:
+    """For the routed experts, whose sum is float32 but whose terms have passed through roundings to bfloat16 and to FP8.
+
+    ``exact`` rounds at the same places. Sums in float32 seldom fall to the other side of a tie there: simulated on 120 cases of
+    ``test_experts.py`` that cost 3e-4 at most, while leaving out the rounding of gate and up, or of what w2 reads, cost 2.4e-3
+    at least.
+    """
+    if not is_kernel_output(out):
+        assert_matches(out, exact)
+        return
+    assert out.shape == exact.shape
+    bound = 5e-2 if INTERPRETED else 2e-3
     assert (out.cpu().double() - exact).norm() <= bound * exact.norm()
 
 
