@@ -66,6 +66,7 @@ def experts_prefill(
         "BLOCK_K": config.block_k,
         "DTYPE": _product_dtype(x, kind),
         "HW_FP8": has_fp8(x.device),
+        "MMA_VERSION": _mma_version(x.device),
         "NUM_WARPS": config.num_warps,
         "STAGES": config.num_stages,
         "num_warps": config.num_warps,
@@ -127,6 +128,11 @@ def _config(device: torch.device, kind: int, num_pairs: int, num_experts: int, d
     return _Config(block_m, block_k, 8, 3 if large else 2)
 
 
+def _mma_version(device: torch.device) -> int:
+    """Triton's number of the tensor core's instructions: 3 (Hopper) and 5 (data-centre Blackwell) are asynchronous."""
+    return {9: 3, 10: 5}.get(capability(device)[0], 2)
+
+
 def _product_dtype(x: torch.Tensor, kind: tl.constexpr) -> tl.dtype:
     if kind.value != 0 or x.dtype == torch.bfloat16:
         return dot_dtype(x.device)
@@ -178,6 +184,7 @@ def _quantize(x: torch.Tensor, kind: tl.constexpr) -> torch.Tensor:
         KIND=kind,
         GROUPS=8,
         HW_FP8=has_fp8(x.device),
+        MMA_VERSION=_mma_version(x.device),
         num_warps=4,
     )
     return q
@@ -213,13 +220,17 @@ def _sort_kernel(topk_ids_ptr, expert_map_ptr, pairs_ptr, starts_ptr, num_pairs,
 
 
 @triton.jit
-def _stored_column(position):
+def _stored_column(position, MMA_VERSION: tl.constexpr):
     """Which column of a group of 128 stands at ``position`` of an activation that meets MXFP4 weights.
 
-    ``unpack_mxfp4`` gives even and odd columns apart, and a thread that holds 16 adjacent bytes of a weight has what four steps
-    of its tensor core take from it: byte 16 q + 4 j + 2 i + h of 64 is the operand's column 16 j + 8 i + 2 q + h.
+    ``unpack_mxfp4`` gives even and odd columns apart, and a thread that holds 16 adjacent bytes of a weight, the q-th of four,
+    has what four steps j of its tensor core take from it: byte 16 q + 4 j + 2 i + h of 64 is column 16 j + 4 q + 2 i + h of the
+    operand, or 16 j + 8 i + 2 q + h for Hopper's instructions.
     """
-    byte = ((position >> 1) & 3) * 16 + ((position >> 4) & 3) * 4 + ((position >> 3) & 1) * 2 + (position & 1)
+    if MMA_VERSION == 3:
+        byte = ((position >> 1) & 3) * 16 + ((position >> 4) & 3) * 4 + ((position >> 3) & 1) * 2 + (position & 1)
+    else:
+        byte = ((position >> 2) & 3) * 16 + ((position >> 4) & 3) * 4 + (position & 3)
     return 2 * byte + (position >> 6)
 
 
@@ -232,14 +243,21 @@ def _round_trip(x, exponent, HW_FP8: tl.constexpr):
 
 @triton.jit
 def _quantize_kernel(
-    x_ptr, q_ptr, stride_x, WIDTH: tl.constexpr, KIND: tl.constexpr, GROUPS: tl.constexpr, HW_FP8: tl.constexpr
+    x_ptr,
+    q_ptr,
+    stride_x,
+    WIDTH: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HW_FP8: tl.constexpr,
+    MMA_VERSION: tl.constexpr,
 ):
     """One program: ``GROUPS`` groups of one token."""
     NUM_GROUPS: tl.constexpr = (WIDTH + _GROUP - 1) // _GROUP
     token = tl.program_id(0).to(tl.int64)
     groups = (tl.program_id(1) * GROUPS + tl.arange(0, GROUPS))[:, None]
     position = tl.arange(0, _GROUP)[None, :]
-    column = groups * _GROUP + (_stored_column(position) if KIND == _MXFP4 else position)
+    column = groups * _GROUP + (_stored_column(position, MMA_VERSION) if KIND == _MXFP4 else position)
     x = tl.load(x_ptr + token * stride_x + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     exponent = fp8_scale_exponent(largest_magnitude(x, 1))[:, None]
     q = _round_trip(x, exponent, HW_FP8)
@@ -272,11 +290,14 @@ def _tile_rows(NUM_WARPS: tl.constexpr):
 
 
 @triton.jit
-def _as_operand(weight, NUM_WARPS: tl.constexpr):
-    """Unpacked [128, 64], rows as of ``_tile_rows`` → rows in order, columns as of ``_stored_column``: every thread already
-    holds its part."""
+def _as_operand(weight, MMA_VERSION: tl.constexpr, NUM_WARPS: tl.constexpr):
+    """Unpacked [128, 64], rows as of ``_tile_rows`` → rows in order, columns as of ``_stored_column``. No data moves: every
+    thread already holds its part."""
     weight = weight.reshape(_GROUP // (16 * NUM_WARPS), 2, NUM_WARPS, 8, 4, 4, 2, 2)
-    return weight.permute(0, 2, 1, 3, 5, 6, 4, 7).reshape(_GROUP, 64)
+    if MMA_VERSION == 3:
+        return weight.permute(0, 2, 1, 3, 5, 6, 4, 7).reshape(_GROUP, 64)
+    else:
+        return weight.permute(0, 2, 1, 3, 5, 4, 6, 7).reshape(_GROUP, 64)
 
 
 @triton.jit
@@ -291,23 +312,27 @@ def _accumulate(
     BLOCK_K: tl.constexpr,
     DTYPE: tl.constexpr,
     HW_FP8: tl.constexpr,
+    MMA_VERSION: tl.constexpr,
     NUM_WARPS: tl.constexpr,
 ):
     """``acc`` [128, BLOCK_M] += weight · xᵀ over ``BLOCK_K`` columns; the rows are pointers [128] and [BLOCK_M]."""
     if KIND == _MXFP4:
-        half = tl.arange(0, 64)
-        quarter = tl.arange(0, 4)
-        x_even = tl.load(x_rows[:, None] + step * 128 + half[None, :])
-        x_odd = tl.load(x_rows[:, None] + step * 128 + 64 + half[None, :])
+        byte = step * 64 + tl.arange(0, 64)[None, :]
+        block = tl.arange(0, 4)[None, :]
         if K % 128 == 0:
-            packed = tl.load(w_rows[:, None] + step * 64 + half[None, :])
-            sf = (tl.load(sf_rows + step)[:, None] >> (quarter * 8)[None, :]) & 255
+            packed = tl.load(w_rows[:, None] + byte)
+            sf = (tl.load(sf_rows + step)[:, None] >> (block * 8)) & 255
         else:
-            packed = tl.load(w_rows[:, None] + step * 64 + half[None, :], mask=(step * 64 + half < K // 2)[None, :], other=0)
-            sf = tl.load(sf_rows[:, None] + step * 4 + quarter[None, :], mask=(step * 4 + quarter < K // 32)[None, :], other=0)
+            packed = tl.load(w_rows[:, None] + byte, mask=byte < K // 2, other=0)
+            sf = tl.load(sf_rows[:, None] + step * 4 + block, mask=step * 4 + block < K // 32, other=0)
         even, odd = unpack_mxfp4(packed, sf, DTYPE)
-        acc = tl.dot(_as_operand(even, NUM_WARPS), x_even.to(DTYPE).T, acc)
-        acc = tl.dot(_as_operand(odd, NUM_WARPS), x_odd.to(DTYPE).T, acc)
+        even, odd = _as_operand(even, MMA_VERSION, NUM_WARPS), _as_operand(odd, MMA_VERSION, NUM_WARPS)
+        if MMA_VERSION == 5:  # one product, as Triton copies a sum that two products of a step add to
+            x = tl.load(x_rows[:, None] + step * 128 + tl.arange(0, 128)[None, :])
+            acc = tl.dot(tl.join(even, odd).permute(0, 2, 1).reshape(_GROUP, 128), x.T, acc)
+        else:
+            acc = tl.dot(even, tl.load(x_rows[:, None] + step * 128 + tl.arange(0, 64)[None, :]).to(DTYPE).T, acc)
+            acc = tl.dot(odd, tl.load(x_rows[:, None] + step * 128 + tl.arange(64, 128)[None, :]).to(DTYPE).T, acc)
     else:
         column = step * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
         if K % BLOCK_K == 0:
@@ -358,6 +383,7 @@ def _gate_up_kernel(
     BLOCK_K: tl.constexpr,
     DTYPE: tl.constexpr,
     HW_FP8: tl.constexpr,
+    MMA_VERSION: tl.constexpr,
     NUM_WARPS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -371,7 +397,7 @@ def _gate_up_kernel(
     order = tl.arange(0, _GROUP)
     if KIND == _MXFP4:
         # What this program stores, the next product takes as columns.
-        order = _stored_column(_tile_rows(NUM_WARPS))
+        order = _stored_column(_tile_rows(NUM_WARPS), MMA_VERSION)
     row = tl.minimum(tl.program_id(0) * _GROUP + order, N - 1)
     w_ptr += expert.to(tl.int64) * stride_w
     sf_ptr += expert.to(tl.int64) * stride_sf
@@ -380,8 +406,8 @@ def _gate_up_kernel(
     gate = tl.zeros((_GROUP, BLOCK_M), tl.float32)
     up = tl.zeros((_GROUP, BLOCK_M), tl.float32)
     for step in tl.range(0, (K + BLOCK_K - 1) // BLOCK_K, num_stages=STAGES):
-        gate = _accumulate(gate, x_rows, gate_rows, gate_sf_rows, step, K, KIND, BLOCK_K, DTYPE, HW_FP8, NUM_WARPS)
-        up = _accumulate(up, x_rows, up_rows, up_sf_rows, step, K, KIND, BLOCK_K, DTYPE, HW_FP8, NUM_WARPS)
+        gate = _accumulate(gate, x_rows, gate_rows, gate_sf_rows, step, K, KIND, BLOCK_K, DTYPE, HW_FP8, MMA_VERSION, NUM_WARPS)
+        up = _accumulate(up, x_rows, up_rows, up_sf_rows, step, K, KIND, BLOCK_K, DTYPE, HW_FP8, MMA_VERSION, NUM_WARPS)
     ROUNDED: tl.constexpr = rounded_ptr.dtype.element_ty
     gate, up = _rounded(gate, KIND, ROUNDED), _rounded(up, KIND, ROUNDED)
     if LIMIT > 0:
@@ -392,7 +418,7 @@ def _gate_up_kernel(
     position = tl.arange(0, _GROUP)
     WIDTH: tl.constexpr = N if KIND == _PLAIN else (N + _GROUP - 1) // _GROUP * _GROUP
     if KIND != _PLAIN:
-        column = tl.program_id(0) * _GROUP + (_stored_column(position) if KIND == _MXFP4 else position)
+        column = tl.program_id(0) * _GROUP + (_stored_column(position, MMA_VERSION) if KIND == _MXFP4 else position)
         hidden = tl.where((column < N)[:, None], hidden, 0.0)
         exponent = fp8_scale_exponent(largest_magnitude(hidden, 0))[None, :]
         hidden = _round_trip(hidden, exponent, HW_FP8)
@@ -429,6 +455,7 @@ def _down_kernel(
     BLOCK_K: tl.constexpr,
     DTYPE: tl.constexpr,
     HW_FP8: tl.constexpr,
+    MMA_VERSION: tl.constexpr,
     NUM_WARPS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -447,7 +474,7 @@ def _down_kernel(
     w_rows, sf_rows = _weight_rows(w_ptr, sf_ptr, row, K, KIND)
     acc = tl.zeros((_GROUP, BLOCK_M), tl.float32)
     for step in tl.range(0, (K + BLOCK_K - 1) // BLOCK_K, num_stages=STAGES):
-        acc = _accumulate(acc, x_rows, w_rows, sf_rows, step, K, KIND, BLOCK_K, DTYPE, HW_FP8, NUM_WARPS)
+        acc = _accumulate(acc, x_rows, w_rows, sf_rows, step, K, KIND, BLOCK_K, DTYPE, HW_FP8, MMA_VERSION, NUM_WARPS)
     if KIND == _MXFP4:
         acc *= UNDO_SHIFT
     pair = tl.load(pairs_ptr + place).to(tl.int64)

@@ -12,9 +12,7 @@ _BLOCK = 1024
 """Columns of one row that a program computes."""
 
 
-def swiglu(
-    gate: torch.Tensor, up: torch.Tensor, limit: float, out_dtype: torch.dtype, weights: torch.Tensor | None = None
-) -> torch.Tensor:
+def swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float, out_dtype: torch.dtype, weights: torch.Tensor | None = None) -> torch.Tensor:
     """See ``reference/swiglu.py``. ``gate`` and ``up`` may be column slices of one tensor."""
     num_tokens, width = gate.shape
     gate, up = (tensor if tensor.stride(1) == 1 else tensor.contiguous() for tensor in (gate, up))

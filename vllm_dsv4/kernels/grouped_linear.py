@@ -1,0 +1,24 @@
+"""``grouped_linear`` on GPUs."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_dsv4.kernels import _product
+from vllm_dsv4.kernels._product import Tile
+
+
+def grouped_linear(x: torch.Tensor, weight: torch.Tensor, weight_sf: torch.Tensor | None = None) -> torch.Tensor:
+    """See ``reference/grouped_linear.py``."""
+    num_tokens, num_groups, _ = x.shape
+    x = x if x.stride(2) == 1 else x.contiguous()
+    out = torch.empty(num_tokens, num_groups, weight.shape[1], dtype=x.dtype, device=x.device)
+    if num_tokens == 1:
+        _product.one_token(x, weight, weight_sf, out, quantize=False)
+    elif num_tokens <= 64:
+        _product.tiled(x, None, weight, weight_sf, out, Tile(16 if num_tokens <= 16 else 64, 32, 128, 4, 3))
+    else:
+        if weight_sf is not None:
+            weight = _product.dequantize(weight, weight_sf)
+        torch.bmm(x.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
+    return out
