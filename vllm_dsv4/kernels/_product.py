@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from vllm_dsv4.kernels._fp8 import decode_e4m3, encode_e4m3, fp8_scale_exponent, largest_magnitude, pow2
-from vllm_dsv4.kernels._launch import capability, has_fp8, launch, num_sms
+from vllm_dsv4.kernels._launch import has_fp8, launch, num_sms
 
 GROUP = 128
 """Columns of an activation's scale; rows and columns of a weight's scale."""
