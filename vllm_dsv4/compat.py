@@ -53,6 +53,8 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec, SlidingWindowMLASpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from vllm_dsv4.quantization.formats import PAGE_ALIGNMENT
+
 __all__ = [
     "MODELS_CONFIG_MAP",
     "AttentionBackend",
@@ -101,9 +103,6 @@ __all__ = [
     "tensor_model_parallel_all_gather",
     "tensor_model_parallel_all_reduce",
 ]
-
-PAGE_ALIGNMENT = 576
-"""Bytes that every page's stride is a multiple of: what FlashMLA's kernels and vLLM's packing of these caches expect."""
 
 
 def make_entry_spec(block_size: int, compress_ratio: int, entry: int, dtype: torch.dtype, packed: bool, kv_entry: bool) -> MLAAttentionSpec:

@@ -20,11 +20,9 @@ from vllm_dsv4.compat import (
 )
 from vllm_dsv4.config import ConfigError, Dsv4Config
 from vllm_dsv4.quantization.config import Dsv4QuantConfig
+from vllm_dsv4.quantization.formats import BLOCK_SIZE
 
 logger = logging.getLogger("vllm.vllm_dsv4")
-
-BLOCK_SIZE = 256
-"""Tokens in a block of the compressed caches: 64 entries of ratio 4, 2 of ratio 128."""
 
 PACKED_KV_CACHE_DTYPES = ("fp8", "fp8_ds_mla")
 """Names that vLLM has for the 584-byte FP8 entries (``fp8`` is what its recipes for this model say)."""

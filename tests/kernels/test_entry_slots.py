@@ -48,6 +48,14 @@ def test_nothing_to_select(device: torch.device) -> None:
     assert torch.equal(ops.entry_slots(zeros + 256, zeros, table, 64, topk_indices=none), none)
 
 
+def test_a_block_table_without_columns(device: torch.device) -> None:
+    zeros = torch.zeros(3, dtype=torch.int32, device=device)
+    none = torch.full((3, 7), -1, dtype=torch.int32, device=device)
+    table = zeros.view(3, 1)[:, :0]
+    assert torch.equal(ops.entry_slots(zeros, zeros, table, 64, width=7), none)
+    assert torch.equal(ops.entry_slots(zeros, zeros, table, 64, topk_indices=none), none)
+
+
 def test_a_repeated_index_gives_its_slot_twice(device: torch.device) -> None:
     count, request = torch.tensor([100], dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.int32, device=device)
     table = torch.tensor([[7, 3]], dtype=torch.int32, device=device)

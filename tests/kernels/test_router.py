@@ -71,6 +71,22 @@ def test_softplus_of_large_logits(device: torch.device) -> None:
     check_weights(weights, ids.cpu(), logits.cpu(), 1.0)
 
 
+@pytest.mark.parametrize("logit", [-60.0, -1000.0])
+def test_vanishing_scores_give_transformers_weights(logit: float, device: torch.device) -> None:
+    """Equal ones while the scores are far above 1e-20, then none; never NaN, which would spread to the whole sequence."""
+    modeling = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
+    config = modeling.DeepseekV4Config(
+        hidden_size=32, num_hidden_layers=2, n_routed_experts=12, num_experts_per_tok=4, routed_scaling_factor=2.5
+    )
+    module = modeling.DeepseekV4TopKRouter(config).float()
+    module.weight.data.fill_(logit / 32)
+    with torch.inference_mode():
+        _, their_weights, _ = module(torch.ones(1, 32))
+    weights, ids = ops.router(torch.full((1, 12), logit, device=device), 4, 2.5, bias=torch.zeros(12, device=device))
+    assert ids.tolist() == [[0, 1, 2, 3]]
+    torch.testing.assert_close(weights.cpu(), their_weights, atol=1e-5, rtol=1e-5)
+
+
 def test_transformers(generator: torch.Generator, device: torch.device) -> None:
     modeling = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
     config = modeling.DeepseekV4Config(

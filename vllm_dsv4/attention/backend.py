@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm_dsv4.attention.metadata import Dsv4MetadataBuilder, EntryMetadataBuilder, SlidingMetadataBuilder
 from vllm_dsv4.compat import AttentionBackend, KVCacheLayout, KVCacheSpec, MultipleOf
-from vllm_dsv4.engine_options import BLOCK_SIZE
+from vllm_dsv4.quantization.formats import BLOCK_SIZE
 
 
 class Dsv4AttentionBackend(AttentionBackend):

@@ -21,12 +21,16 @@ from vllm_dsv4.compat import (
     make_sliding_spec,
 )
 from vllm_dsv4.config import Dsv4Config
-from vllm_dsv4.engine_options import BLOCK_SIZE, indexer_format, kv_cache_dtype
-from vllm_dsv4.quantization.formats import INDEXER_FP8, INDEXER_MXFP4, PACKED_KV, CompressorStateFormat
-
-WINDOW_BLOCK_SIZE = 64
-STATE_BLOCK_SIZE = {4: 4, 128: 8}
-"""Tokens in a page of compressor state, by ratio: pages of about the size of the other caches' (model.md 5.2)."""
+from vllm_dsv4.engine_options import indexer_format, kv_cache_dtype
+from vllm_dsv4.quantization.formats import (
+    BLOCK_SIZE,
+    INDEXER_FP8,
+    INDEXER_MXFP4,
+    PACKED_KV,
+    STATE_BLOCK_SIZE,
+    WINDOW_BLOCK_SIZE,
+    CompressorStateFormat,
+)
 
 
 class CacheLayer(nn.Module, AttentionLayerBase):

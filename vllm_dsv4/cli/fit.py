@@ -13,12 +13,15 @@ from dataclasses import dataclass
 
 from vllm_dsv4.checkpoint.schema import FLOAT32, FP8_SCALE, INDEX, PLAIN, TensorSpec, checkpoint_schema
 from vllm_dsv4.config import ConfigError, Dsv4Config
-from vllm_dsv4.quantization.formats import INDEXER_FP8, PACKED_KV, PAGE_ALIGNMENT, CompressorStateFormat
-
-ENTRY_BLOCK_TOKENS = 256
-WINDOW_BLOCK_TOKENS = 64
-STATE_BLOCK_TOKENS = {4: 4, 128: 8}
-"""Tokens in a block of each cache (integration.md 3.1); the engine's caches are declared with the same numbers."""
+from vllm_dsv4.quantization.formats import (
+    BLOCK_SIZE,
+    INDEXER_FP8,
+    PACKED_KV,
+    PAGE_ALIGNMENT,
+    STATE_BLOCK_SIZE,
+    WINDOW_BLOCK_SIZE,
+    CompressorStateFormat,
+)
 
 VOCAB_PADDING = 64
 """vLLM pads the rows of embedding and head to a multiple of this before it splits them."""
@@ -142,7 +145,7 @@ def cache_kinds(config: Dsv4Config, packed: bool, row_bytes: int = 2) -> list[Ca
     """
     entry = PACKED_KV.entry_bytes if packed else config.head_dim * row_bytes
     key = INDEXER_FP8.entry_bytes if packed else config.index_head_dim * row_bytes
-    kinds = [_sliding("window", config.num_hidden_layers, WINDOW_BLOCK_TOKENS, entry, config.sliding_window)]
+    kinds = [_sliding("window", config.num_hidden_layers, WINDOW_BLOCK_SIZE, entry, config.sliding_window)]
     for ratio in dict.fromkeys(ratio for ratio in config.compress_ratios if ratio):
         layers = config.compress_ratios.count(ratio)
         kinds.append(_growing(f"entries, ratio {ratio}", layers, ratio, entry))
@@ -154,7 +157,7 @@ def cache_kinds(config: Dsv4Config, packed: bool, row_bytes: int = 2) -> list[Ca
 
 
 def _growing(name: str, num_layers: int, ratio: int, entry_bytes: int) -> CacheKind:
-    return CacheKind(name, num_layers, ENTRY_BLOCK_TOKENS, _round_up(ENTRY_BLOCK_TOKENS // ratio * entry_bytes, PAGE_ALIGNMENT))
+    return CacheKind(name, num_layers, BLOCK_SIZE, _round_up(BLOCK_SIZE // ratio * entry_bytes, PAGE_ALIGNMENT))
 
 
 def _sliding(name: str, num_layers: int, block_tokens: int, entry_bytes: int, window: int) -> CacheKind:
@@ -162,7 +165,7 @@ def _sliding(name: str, num_layers: int, block_tokens: int, entry_bytes: int, wi
 
 
 def _state(name: str, num_layers: int, state: CompressorStateFormat) -> CacheKind:
-    return _sliding(name, num_layers, STATE_BLOCK_TOKENS[state.compress_ratio], state.entry_bytes, state.window)
+    return _sliding(name, num_layers, STATE_BLOCK_SIZE[state.compress_ratio], state.entry_bytes, state.window)
 
 
 @dataclass(frozen=True)
@@ -196,7 +199,7 @@ class CachePool:
 
     @property
     def bytes_per_token(self) -> float:
-        """Memory that each further token of a long context takes: one block for every ``ENTRY_BLOCK_TOKENS``."""
+        """Memory that each further token of a long context takes: one block for every ``BLOCK_SIZE``."""
         return sum(self.bytes_per_block / group.block_tokens for group in self.groups if group.window is None)
 
     def blocks_per_request(self, num_tokens: int, in_flight_tokens: int) -> int:

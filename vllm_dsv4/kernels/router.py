@@ -68,7 +68,7 @@ def _router_kernel(
     else:
         ids = _select(logits_ptr, bias_ptr, choice, NUM_EXPERTS, TOPK)
     scores = tl.where(mask, _score(tl.load(logits_ptr + ids)), 0.0)
-    tl.store(topk_weights_ptr + token * TOPK + choice, scores / tl.sum(scores) * SCALE, mask=mask)
+    tl.store(topk_weights_ptr + token * TOPK + choice, scores / (tl.sum(scores) + 1e-20) * SCALE, mask=mask)
     tl.store(topk_ids_ptr + token * TOPK + choice, ids, mask=mask)
 
 

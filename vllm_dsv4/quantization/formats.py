@@ -19,7 +19,16 @@ from dataclasses import dataclass
 import torch
 
 PAGE_ALIGNMENT = 576
-"""Packed pages start at multiples of this many bytes: the data stride of a packed KV entry, as FlashMLA's kernels want it."""
+"""Every page's stride is a multiple of this many bytes: the data stride of a packed KV entry, as FlashMLA's kernels want it."""
+
+BLOCK_SIZE = 256
+"""Tokens in a page of the entry caches: 64 entries of ratio 4, 2 of ratio 128. It is what vLLM calls the block size."""
+
+WINDOW_BLOCK_SIZE = 64
+"""Tokens in a page of the window cache."""
+
+STATE_BLOCK_SIZE = {4: 4, 128: 8}
+"""Tokens in a page of compressor state, by ratio: pages of about the size of the other caches' (model.md 5.2)."""
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -30,6 +30,8 @@ def entry_slots_ref(
             raise ValueError("width must be given when topk_indices is None")
         topk_indices = torch.arange(width, device=num_entries.device).expand(num_entries.shape[0], -1)
     present = (topk_indices >= 0) & (topk_indices < num_entries.unsqueeze(-1))
+    if block_table.shape[1] == 0:  # nothing is cached, so nothing can be present
+        return torch.full_like(present, -1, dtype=torch.int32)
     entry = torch.where(present, topk_indices, 0).long()
     page = block_table[token_to_req.long().unsqueeze(-1), entry // page_size]
     return torch.where(present, page * page_size + entry % page_size, -1).int()

@@ -15,6 +15,8 @@ def router_ref(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``score = sqrt(softplus(logits))``; the experts of the ``topk`` largest ``score + bias``, or of the token's row of a table.
 
+    Weights are the scores over their sum and 1e-20, as in transformers: all 0 rather than NaN where every chosen score vanishes.
+
     Args:
         logits: [T, E] float32.
         topk: experts for each token.
@@ -35,4 +37,4 @@ def router_ref(
         choice = scores if bias is None else scores + bias.double()
         topk_ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, :topk]
     weights = scores.gather(1, topk_ids)
-    return (weights / weights.sum(-1, keepdim=True) * routed_scaling_factor).float(), topk_ids.int()
+    return (weights / (weights.sum(-1, keepdim=True) + 1e-20) * routed_scaling_factor).float(), topk_ids.int()
