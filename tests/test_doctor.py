@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_dsv4 import backend
 from vllm_dsv4.checkpoint.tiny import preset_config
 from vllm_dsv4.checkpoint.writer import write_checkpoint
 from vllm_dsv4.cli import environment
@@ -234,7 +236,7 @@ LAPTOP = Device("cpu", "A CPU, 2 cores", 16 * GIB, 15 * GIB, flags=("avx2",))
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Puts the doctor on a described machine, with a working vLLM and plugin."""
     for variable in ("VLLM_CPU_KVCACHE_SPACE", "VLLM_PLUGINS", "VLLM_DSV4_DISABLE", "VLLM_DSV4_FORCE", "VLLM_DSV4_BACKEND"):
         monkeypatch.delenv(variable, raising=False)
@@ -244,9 +246,14 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     def describe(*devices: Device, vllm: VllmStatus | None = None) -> None:
         monkeypatch.setattr(environment, "devices", lambda: list(devices))
         monkeypatch.setattr(environment, "inspect_vllm", lambda: vllm or VllmStatus("0.33.0"))
+        if devices[0].capability is not None:
+            major, minor = divmod(int(devices[0].capability.removeprefix("sm_")), 10)
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (major, minor))
+        backend._select.cache_clear()
 
     describe(LAPTOP)
-    return describe
+    yield describe
+    backend._select.cache_clear()
 
 
 def _doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
@@ -293,9 +300,15 @@ def test_gpus_of_this_machine(machine: Any, capsys: pytest.CaptureFixture[str]) 
     machine(H200, H200)
     code, report = _doctor(capsys)
     assert code == 0 and report["fit"]["gpus"] == 2 and report["fit"]["memory_bytes"] == 141 * 10**9
-    assert report["devices"][1]["capability"] == "sm_90"
+    assert report["devices"][1]["capability"] == "sm_90" and report["backend"]["name"] == "triton"
     code, report = _doctor(capsys, "--gpus", "4")
     assert code == 1 and "4 GPUs are asked for, this machine has 2" in report["blocking"][0]
+
+
+def test_gpu_without_kernels(machine: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    machine(Device("gpu", "Tesla T4", 16 * GIB, 16 * GIB, "sm_75"))
+    _, report = _doctor(capsys, "tiny")
+    assert report["backend"]["name"] == "reference" and "no kernels for this cuda device" in report["backend"]["reason"]
 
 
 def test_busy_device_is_a_warning(machine: Any, capsys: pytest.CaptureFixture[str]) -> None:
