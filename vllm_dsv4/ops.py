@@ -39,6 +39,7 @@ def _implementation(name: str, backend: str) -> Callable[..., Any]:
 
 activation_quantize = Op("activation_quantize")
 compress_insert = Op("compress_insert")
+completed_entries = Op("completed_entries")
 compressor_store = Op("compressor_store")
 entry_slots = Op("entry_slots")
 experts = Op("experts")
@@ -56,6 +57,7 @@ rms_norm = Op("rms_norm")
 router = Op("router")
 sparse_mla = Op("sparse_mla")
 swiglu = Op("swiglu")
+token_to_req = Op("token_to_req")
 window_slots = Op("window_slots")
 
 OPS = tuple(name for name, value in list(globals().items()) if isinstance(value, Op))

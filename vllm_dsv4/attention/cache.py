@@ -6,11 +6,12 @@ view of its pages. All per-request state lives here, so that preemption, prefix 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from vllm_dsv4.attention.backend import Dsv4AttentionBackend, EntryBackend, SlidingBackend
-from vllm_dsv4.attention.metadata import Dsv4Metadata
 from vllm_dsv4.compat import (
     AttentionLayerBase,
     KVCacheSpec,
@@ -71,8 +72,8 @@ class CacheLayer(nn.Module, AttentionLayerBase):
             raise ValueError(f"cache {self.prefix!r}: pages of {page} elements overlap, their stride is {kv_cache.stride(0)}")
         self.kv_cache = kv_cache.squeeze(1)
 
-    def metadata(self) -> Dsv4Metadata | None:
-        """This step's metadata; None in profiling and dummy runs, which have no requests."""
+    def metadata(self) -> Any:
+        """This step's ``Dsv4Metadata``; None in profiling and dummy runs, which have no requests."""
         metadata = get_forward_context().attn_metadata
         return metadata[self.prefix] if isinstance(metadata, dict) else None
 

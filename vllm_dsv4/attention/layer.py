@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 
 from vllm_dsv4 import ops
 from vllm_dsv4.attention.cache import CacheFactory
 from vllm_dsv4.attention.compressor import Compressor, Norm
 from vllm_dsv4.attention.indexer import Indexer
+from vllm_dsv4.attention.metadata import WindowMetadata
 from vllm_dsv4.compat import (
     ColumnParallelLinear,
     ReplicatedLinear,
@@ -62,13 +64,14 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor) -> torch.Tensor:
         metadata = self.window_cache.metadata()
         num_tokens = x.shape[0] if metadata is None else metadata.num_tokens
-        out = x.new_zeros(x.shape[0], self.num_heads, self.head_dim)
-        # Rows past num_tokens pad the batch; they are left out of the attention and stay zero.
-        self._attend(x[:num_tokens], positions[:num_tokens], cos_sin_cache, out[:num_tokens])
+        # Rows past num_tokens pad the batch of an eager step: they are left out of the attention, and zero.
+        out = self._attend(x[:num_tokens], positions[:num_tokens], cos_sin_cache, metadata)
+        out = pad(out, (0, 0, 0, 0, 0, x.shape[0] - num_tokens)) if num_tokens < x.shape[0] else out
         out = ops.inverse_rope(out, positions, cos_sin_cache)
         return sum_over_ranks(self.wo_b(self.wo_a(out).flatten(1))).to(x.dtype)
 
-    def _attend(self, x: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor, out: torch.Tensor) -> None:
+    def _attend(self, x: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor, window: WindowMetadata | None) -> torch.Tensor:
+        """[T, num_heads, head_dim]; what stands there in a dummy run (``window`` None) does not matter."""
         qr = self.q_norm(self.wq_a(x))
         q = self.wq_b(qr).view(-1, self.num_heads, self.head_dim)
         kv = self.wkv(x)
@@ -77,23 +80,20 @@ class Attention(nn.Module):
             self.compressor(x, positions, cos_sin_cache)
         if self.indexer is not None:
             topk_indices = self.indexer(x, qr, positions, cos_sin_cache)
-        window = self.window_cache.metadata()
         if window is None:
-            return
+            return torch.zeros_like(q)
         q = ops.norm_rope_insert(
             q, kv, self.kv_norm.weight, positions, cos_sin_cache, self.eps, self.window_cache.kv_cache, window.slot_mapping
         )
         entry_cache, entry_slots = self._entries(topk_indices)
-        out.copy_(
-            ops.sparse_mla(
-                q,
-                self.window_cache.kv_cache,
-                window.window_slots,
-                self.attn_sink,
-                self.scale,
-                entry_cache=entry_cache,
-                entry_slots=entry_slots,
-            )
+        return ops.sparse_mla(
+            q,
+            self.window_cache.kv_cache,
+            window.window_slots,
+            self.attn_sink,
+            self.scale,
+            entry_cache=entry_cache,
+            entry_slots=entry_slots,
         )
 
     def _entries(self, topk_indices: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -1,11 +1,14 @@
-"""Per-step metadata of each cache, computed once a step and shared by all layers of a cache group.
+"""Per-step metadata of each cache, shared by all layers of a cache group.
 
-Everything is computed on the device from ``query_start_loc``, ``seq_lens`` and ``block_table``: no host synchronisation, and
-padded tokens (slot -1) come out with nothing to read or write.
+A builder only notes vLLM's own tensors, which stay at their addresses from step to step. What the layers need beyond them is
+computed on the device by ``prepare_metadata``, at the start of the forward pass: so a CUDA graph that holds the pass holds
+this too, for any number of requests, and no step needs host synchronisation or buffers of ours. Padded tokens (slot -1) come
+out with nothing to write and no entries to read.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,79 +22,96 @@ from vllm_dsv4.compat import AttentionCGSupport, AttentionMetadataBuilder, Commo
 class Dsv4Metadata:
     """T = ``num_tokens`` rows of this step, R requests.
 
-    ``block_table`` [R, num_blocks] int32, ``token_to_req`` [T] int32 and ``slot_mapping`` [T] int64, -1 = nothing to write: the
-    token's own slot in a sliding cache; in an entry cache the slot of the entry that the token completes. The optional fields
-    are explained at their builders.
+    ``query_start_loc`` [R + 1] int32, ``block_table`` [R, num_blocks] int32 and ``slot_mapping`` [T] int64, -1 = nothing to
+    write: the token's own slot in a sliding cache; in an entry cache, once prepared, the slot of the entry that the token
+    completes. ``token_to_req`` [T] int32 and the fields of the subclasses are set by ``prepare``.
     """
 
     num_tokens: int
+    query_start_loc: torch.Tensor
     block_table: torch.Tensor
-    token_to_req: torch.Tensor
     slot_mapping: torch.Tensor
-    window_slots: torch.Tensor | None = None
-    num_entries: torch.Tensor | None = None
+    spec: Any
+
+    def prepare(self, positions: torch.Tensor, token_to_req: torch.Tensor) -> None:
+        self.token_to_req = token_to_req
+
+
+@dataclass
+class WindowMetadata(Dsv4Metadata):
+    """Of a window cache: ``window_slots`` [T, sliding_window] int32, the slots that each token attends to."""
+
+    def prepare(self, positions: torch.Tensor, token_to_req: torch.Tensor) -> None:
+        super().prepare(positions, token_to_req)
+        self.window_slots = ops.window_slots(positions, token_to_req, self.block_table, self.spec.sliding_window, self.spec.block_size)
+
+
+@dataclass
+class EntryMetadata(Dsv4Metadata):
+    """Of compressed entries: ``num_entries`` [T] int32, those that each token sees.
+
+    For a cache that is attended whole (ratio 128) also ``entry_slots`` [T, ``max_entries``] int32: the slots of all visible
+    entries.
+    """
+
+    max_entries: int
     entry_slots: torch.Tensor | None = None
+
+    def prepare(self, positions: torch.Tensor, token_to_req: torch.Tensor) -> None:
+        super().prepare(positions, token_to_req)
+        ratio, page_size = self.spec.tokens_per_state, self.spec.num_states
+        self.num_entries, self.slot_mapping = ops.completed_entries(
+            positions, self.slot_mapping, token_to_req, self.block_table, ratio, page_size
+        )
+        if ratio == 128:
+            self.entry_slots = ops.entry_slots(self.num_entries, token_to_req, self.block_table, page_size, width=self.max_entries)
+
+
+def prepare_metadata(metadata: Iterable[Dsv4Metadata], positions: torch.Tensor) -> None:
+    """Complete the metadata of every cache group of a step; ``positions`` [T] int64."""
+    token_to_req: torch.Tensor | None = None
+    for group in {id(group): group for group in metadata}.values():
+        if token_to_req is None:
+            token_to_req = ops.token_to_req(group.query_start_loc, group.num_tokens)
+        group.prepare(positions[: group.num_tokens], token_to_req)
 
 
 class Dsv4MetadataBuilder(AttentionMetadataBuilder):
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+    # Graphs may hold any batch: kernels read all that changes from device tensors.
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
     reorder_batch_threshold = None
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.spec = kv_cache_spec
+        self.max_model_len = vllm_config.model_config.max_model_len
+        self.max_graph_tokens = vllm_config.compilation_config.max_cudagraph_capture_size or 0
 
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> Dsv4Metadata:
         common = common_attn_metadata
-        num_tokens = common.num_actual_tokens
-        query_start_loc = common.query_start_loc[: common.num_reqs + 1]
-        token = torch.arange(num_tokens, device=query_start_loc.device, dtype=query_start_loc.dtype)
-        # Tokens past the last request are padding; they take the last row, and their slot of -1 masks them below.
-        token_to_req = torch.searchsorted(query_start_loc[1:], token, right=True).clamp_(max=common.num_reqs - 1)
-        seq_lens = common.seq_lens[: common.num_reqs]
-        positions = (seq_lens[token_to_req] - query_start_loc[1:][token_to_req] + token).long()
-        metadata = Dsv4Metadata(
-            num_tokens=num_tokens,
+        return self.make(
+            common,
+            num_tokens=common.num_actual_tokens,
+            query_start_loc=common.query_start_loc[: common.num_reqs + 1],
             block_table=common.block_table_tensor[: common.num_reqs],
-            token_to_req=token_to_req.int(),
-            slot_mapping=common.slot_mapping[:num_tokens],
+            slot_mapping=common.slot_mapping[: common.num_actual_tokens],
+            spec=self.spec,
         )
-        self.complete(metadata, positions, common)
-        return metadata
 
-    def complete(self, metadata: Dsv4Metadata, positions: torch.Tensor, common: CommonAttentionMetadata) -> None:
+    def make(self, common: CommonAttentionMetadata, **fields: Any) -> Dsv4Metadata:
         raise NotImplementedError
 
 
 class SlidingMetadataBuilder(Dsv4MetadataBuilder):
-    """Adds, for the window cache, ``window_slots`` [T, sliding_window] int32: the slots that each token attends to."""
+    """Of window caches and of compressor states."""
 
-    def complete(self, metadata: Dsv4Metadata, positions: torch.Tensor, common: CommonAttentionMetadata) -> None:
-        if not self.is_window_cache:
-            return
-        slots = ops.window_slots(positions, metadata.token_to_req, metadata.block_table, self.spec.sliding_window, self.spec.block_size)
-        metadata.window_slots = slots.masked_fill_((metadata.slot_mapping < 0)[:, None], -1)
-
-    @property
-    def is_window_cache(self) -> bool:
-        return any(name.endswith("window_cache") for name in self.layer_names)
+    def make(self, common: CommonAttentionMetadata, **fields: Any) -> Dsv4Metadata:
+        is_window = any(name.endswith("window_cache") for name in self.layer_names)
+        return WindowMetadata(**fields) if is_window else Dsv4Metadata(**fields)
 
 
 class EntryMetadataBuilder(Dsv4MetadataBuilder):
-    """Adds ``num_entries`` [T] int32, the entries that each token sees, and moves ``slot_mapping`` from tokens to entries.
-
-    For a cache that is attended whole (ratio 128) also ``entry_slots`` [T, K] int32: the slots of all visible entries.
-    """
-
-    def complete(self, metadata: Dsv4Metadata, positions: torch.Tensor, common: CommonAttentionMetadata) -> None:
-        ratio, page_size = self.spec.tokens_per_state, self.spec.num_states
-        is_padding = metadata.slot_mapping < 0
-        metadata.num_entries = ((positions + 1) // ratio).masked_fill_(is_padding, 0).int()
-        entry = positions // ratio
-        page = metadata.block_table[metadata.token_to_req, entry // page_size].long()
-        completes = ((positions + 1) % ratio == 0) & ~is_padding
-        metadata.slot_mapping = torch.where(completes, page * page_size + entry % page_size, -1)
-        if ratio == 128:
-            metadata.entry_slots = ops.entry_slots(
-                metadata.num_entries, metadata.token_to_req, metadata.block_table, page_size, width=common.max_seq_len // ratio
-            )
+    def make(self, common: CommonAttentionMetadata, **fields: Any) -> Dsv4Metadata:
+        # A graph is captured with short requests, and must serve any.
+        longest = self.max_model_len if common.num_actual_tokens <= self.max_graph_tokens else common.max_seq_len
+        return EntryMetadata(max_entries=longest // self.spec.tokens_per_state, **fields)

@@ -16,7 +16,15 @@ from vllm_dsv4 import ops
 from vllm_dsv4.attention.cache import CacheFactory
 from vllm_dsv4.attention.compressor import Norm
 from vllm_dsv4.attention.layer import Attention
-from vllm_dsv4.compat import LogitsProcessor, ParallelLMHead, VllmConfig, VocabParallelEmbedding, current_platform
+from vllm_dsv4.attention.metadata import Dsv4Metadata, prepare_metadata
+from vllm_dsv4.compat import (
+    LogitsProcessor,
+    ParallelLMHead,
+    VllmConfig,
+    VocabParallelEmbedding,
+    current_platform,
+    get_forward_context,
+)
 from vllm_dsv4.config import Dsv4Config
 from vllm_dsv4.model.loader import load_weights
 from vllm_dsv4.moe.layer import MoE
@@ -105,6 +113,7 @@ class Dsv4ForCausalLM(nn.Module):
         **_: Any,
     ) -> torch.Tensor:
         """``input_ids``, ``positions`` [T] → hidden states [T, hidden_size] before the head."""
+        prepare_metadata(self._step_metadata(), positions)
         x = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
         streams = x[:, None].repeat(1, self.config.hc_mult, 1)
         for layer, compress_ratio in zip(self.layers, self.config.compress_ratios, strict=True):
@@ -112,6 +121,10 @@ class Dsv4ForCausalLM(nn.Module):
             streams = layer(streams, positions, input_ids, table)
         x = ops.hc_head(streams, self.hc_head_fn, self.hc_head_scale, self.hc_head_base, self.config.rms_norm_eps, self.config.hc_eps)
         return self.norm(x)
+
+    def _step_metadata(self) -> list[Dsv4Metadata]:
+        metadata = get_forward_context().attn_metadata
+        return list(metadata.values()) if isinstance(metadata, dict) else []
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         return self.logits_processor(self.head, hidden_states)
