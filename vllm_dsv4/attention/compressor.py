@@ -51,9 +51,8 @@ class Compressor(nn.Module):
         set_out_dtype(layer, torch.float32)
         return layer
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor) -> None:
-        """``x`` [T, hidden_size], the layer's normed input; ``positions`` [T]."""
-        kv, gate = self.wkv(x), self.wgate(x)
+    def forward(self, kv: torch.Tensor, gate: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor) -> None:
+        """``kv`` and ``gate`` [T, width] float32: the layer's normed input through ``wkv`` and ``wgate``; ``positions`` [T]."""
         state, entries = self.state_cache.metadata(), self._entry_cache[0].metadata()
         if state is None or entries is None:
             return

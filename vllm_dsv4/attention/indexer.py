@@ -40,10 +40,21 @@ class Indexer(nn.Module):
         self.key_cache = caches.indexer_keys(f"{prefix}.key_cache", compress_ratio)
         self.compressor = Compressor(config, caches, compress_ratio, self.head_dim, self.key_cache, f"{prefix}.compressor")
 
-    def forward(self, x: torch.Tensor, qr: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor) -> torch.Tensor | None:
-        """``x`` [T, hidden_size] and ``qr`` [T, q_lora_rank] → ``topk_indices`` [T, topk] int32; None in a dummy run."""
-        self.compressor(x, positions, cos_sin_cache)
-        q = self.wq_b(qr).view(-1, self.num_heads, self.head_dim)
+    def forward(
+        self,
+        x: torch.Tensor,
+        q: torch.Tensor,
+        compressed: tuple[torch.Tensor, torch.Tensor],
+        positions: torch.Tensor,
+        cos_sin_cache: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """→ ``topk_indices`` [T, topk] int32; None in a dummy run.
+
+        ``x`` [T, hidden_size], the layer's normed input; ``q`` [T, num_heads * head_dim], from ``wq_b``; ``compressed``, what
+        the compressor takes.
+        """
+        self.compressor(*compressed, positions, cos_sin_cache)
+        q = q.unflatten(1, (self.num_heads, self.head_dim))
         query = ops.indexer_query(q, self.weights_proj(x), positions, cos_sin_cache, self.format)
         keys = self.key_cache.metadata()
         if keys is None:

@@ -24,6 +24,7 @@ from vllm_dsv4.parallel import PARTIAL_SUM_DTYPE, sum_over_ranks
 from vllm_dsv4.quantization.config import Dsv4QuantConfig
 from vllm_dsv4.quantization.grouped_output import GroupedOutputProjection
 from vllm_dsv4.quantization.linear import set_out_dtype
+from vllm_dsv4.quantization.merged import MergedLinear
 
 
 class Attention(nn.Module):
@@ -46,6 +47,7 @@ class Attention(nn.Module):
             self.compressor = Compressor(config, caches, self.compress_ratio, config.head_dim, self.entry_cache, f"{prefix}.compressor")
         if self.compress_ratio == 4:
             self.indexer = Indexer(config, caches, self.compress_ratio, quant_config, f"{prefix}.indexer")
+        self._merge_projections()
 
     def _create_projections(self, config: Dsv4Config, quant_config: Dsv4QuantConfig, tp_size: int, prefix: str) -> None:
         def options(name: str) -> dict[str, object]:
@@ -61,6 +63,18 @@ class Attention(nn.Module):
         if tp_size > 1:
             set_out_dtype(self.wo_b, PARTIAL_SUM_DTYPE)
 
+    def _merge_projections(self) -> None:
+        compressors = [part.compressor for part in (self, self.indexer) if part is not None and self.compress_ratio]
+        self.merged_down = MergedLinear(self.wq_a, self.wkv)
+        self.merged_up = MergedLinear(self.wq_b, *([] if self.indexer is None else [self.indexer.wq_b]))
+        self.merged_compressors = MergedLinear(*(layer for c in compressors for layer in (c.wkv, c.wgate))) if compressors else None
+
+    def merge_weights(self) -> None:
+        """Once the weights are loaded."""
+        for merged in (self.merged_down, self.merged_up, self.merged_compressors):
+            if merged is not None:
+                merged.merge()
+
     def forward(self, x: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor) -> torch.Tensor:
         metadata = self.window_cache.metadata()
         num_tokens = x.shape[0] if metadata is None else metadata.num_tokens
@@ -72,16 +86,17 @@ class Attention(nn.Module):
 
     def _attend(self, x: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor, window: WindowMetadata | None) -> torch.Tensor:
         """[T, num_heads, head_dim]; what stands there in a dummy run (``window`` None) does not matter."""
-        qr = self.q_norm(self.wq_a(x))
-        q = self.wq_b(qr).view(-1, self.num_heads, self.head_dim)
-        kv = self.wkv(x)
+        qr, kv = self.merged_down(x)
+        q, *indexer_q = self.merged_up(self.q_norm(qr))
+        q = q.unflatten(1, (self.num_heads, self.head_dim))
         topk_indices = None
-        if self.compress_ratio:
-            self.compressor(x, positions, cos_sin_cache)
+        if self.merged_compressors is not None:
+            compressed = self.merged_compressors(x)
+            self.compressor(*compressed[:2], positions, cos_sin_cache)
         if self.indexer is not None:
-            topk_indices = self.indexer(x, qr, positions, cos_sin_cache)
+            topk_indices = self.indexer(x, indexer_q[0], compressed[2:], positions, cos_sin_cache)
         if window is None:
-            return torch.zeros_like(q)
+            return torch.zeros_like(q, memory_format=torch.contiguous_format)
         q = ops.norm_rope_insert(
             q, kv, self.kv_norm.weight, positions, cos_sin_cache, self.eps, self.window_cache.kv_cache, window.slot_mapping
         )

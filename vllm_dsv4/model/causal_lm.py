@@ -27,7 +27,7 @@ from vllm_dsv4.compat import (
 )
 from vllm_dsv4.config import Dsv4Config
 from vllm_dsv4.model.loader import load_weights
-from vllm_dsv4.moe.layer import MoE
+from vllm_dsv4.moe.layer import MoE, SharedExpert
 from vllm_dsv4.quantization.config import Dsv4QuantConfig
 from vllm_dsv4.reference.rope import build_cos_sin_cache
 
@@ -128,6 +128,12 @@ class Dsv4ForCausalLM(nn.Module):
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         return self.logits_processor(self.head, hidden_states)
+
+    def process_weights_after_loading(self) -> None:
+        """vLLM's hook, also where it makes up weights."""
+        for module in self.modules():
+            if isinstance(module, Attention | SharedExpert):
+                module.merge_weights()
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         return load_weights(self, self.config, weights)

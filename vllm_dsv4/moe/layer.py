@@ -12,6 +12,7 @@ from vllm_dsv4.moe.router import Dsv4Router
 from vllm_dsv4.parallel import sum_over_ranks
 from vllm_dsv4.quantization.config import Dsv4QuantConfig
 from vllm_dsv4.quantization.linear import set_out_dtype
+from vllm_dsv4.quantization.merged import MergedLinear
 
 
 class Gate(ReplicatedLinear):
@@ -52,9 +53,15 @@ class SharedExpert(nn.Module):
         self.w1 = linear("w1", hidden_size, size)
         self.w3 = linear("w3", hidden_size, size)
         self.w2 = linear("w2", size, hidden_size)
+        self.merged_up = MergedLinear(self.w1, self.w3)
+
+    def merge_weights(self) -> None:
+        """Once the weights are loaded."""
+        self.merged_up.merge()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.w2(ops.swiglu(self.w1(x), self.w3(x), self.swiglu_limit, x.dtype))
+        gate, up = self.merged_up(x)
+        return self.w2(ops.swiglu(gate, up, self.swiglu_limit, x.dtype))
 
 
 class MoE(nn.Module):
