@@ -1,5 +1,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv/bin
+# Two tests at once, each on one core; the tests of a file one after another, since they share what is costly to make.
+PYTEST := OMP_NUM_THREADS=1 $(VENV)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 TESTS_033 ?= tests/test_contract.py tests/test_plugin.py tests/test_loading.py tests/test_server.py $(wildcard tests/test_engine*.py)
 
 help: ## this list
@@ -20,11 +22,11 @@ sources: env
 	-@$(VENV)/python scripts/fetch_vllm_sources.py
 
 test: lint sources ## lint, and all tests
-	$(VENV)/python -m pytest
+	$(PYTEST)
 
 test-033: env ## the tests that start vLLM, on vLLM 0.33.0's Python code
 	$(VENV)/python scripts/overlay_033.py
-	PYTHONPATH=$(CURDIR)/.cache/vllm-0.33.0 $(VENV)/python -m pytest $(TESTS_033)
+	PYTHONPATH=$(CURDIR)/.cache/vllm-0.33.0 $(PYTEST) $(TESTS_033)
 
 format: env ## let ruff format and fix
 	$(VENV)/ruff format .

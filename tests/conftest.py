@@ -1,7 +1,8 @@
-"""Fixtures that several test files share."""
+"""Fixtures that several test files share, and what makes two test workers (``pytest -n 2``) good neighbours."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +13,23 @@ import pytest
 import torch
 
 torch.set_num_threads(1)  # more are slower than one as soon as anything else runs
+# What the engines and servers that tests start inherit.
+os.environ |= {
+    "OMP_NUM_THREADS": "1",
+    # Left to itself ("auto"), every server of vLLM binds its threads to the first cores of the machine, whatever runs there
+    # already: two at once would share one core while the other idles. Unbound threads go where there is room.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # Nothing that tests do needs the network.
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first: two workers that take whole files then end at about the same time."""
+    slow_files = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow_files)
+
 
 # Calls each compiled op once on the smallest input, naming it when it returns: a build for another CPU dies of an illegal
 # instruction, which must not take the test run with it.

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import socket
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,14 +94,21 @@ def start_engine(model: str | Path, batches: list[Batch], env: dict[str, str] | 
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "WARNING",
-        # Idle threads of one engine would spin in the way of everything else that runs.
-        "OMP_NUM_THREADS": "1",
         **(env or {}),
     }
     process = subprocess.Popen(
         [sys.executable, __file__, folder.name], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     return EngineProcess(process, folder)
+
+
+def free_port() -> int:
+    """A port for a server, below those that the system hands out: nobody is given it between this call and the server's start."""
+    for port in random.sample(range(20_000, 30_000), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
 
 
 def _completion(raw: dict[str, Any]) -> Completion:

@@ -6,10 +6,9 @@ The checkpoint is quantised and random, so that the smallest difference in a par
 from __future__ import annotations
 
 import random
-import socket
 
 import pytest
-from engine import Batch, run_engine, start_engine
+from engine import Batch, free_port, run_engine, start_engine
 
 from vllm_dsv4.checkpoint.tiny import preset_config
 from vllm_dsv4.checkpoint.writer import write_checkpoint
@@ -18,8 +17,6 @@ pytest.importorskip("vllm", reason="needs vLLM")
 pytestmark = pytest.mark.slow
 
 OPTIONS = {"max_model_len": 1024, "max_num_batched_tokens": 1024}
-# Ranks share no cores; vLLM asks for it to be said when there is one NUMA node.
-TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 NEW_TOKENS = 16
 
 
@@ -50,7 +47,6 @@ def test_tensor_parallel(model, one_rank, expert_parallel):
     result = run_engine(
         model,
         [Batch(_prompts(), NEW_TOKENS)],
-        TWO_RANKS,
         tensor_parallel_size=2,
         enable_expert_parallel=expert_parallel,
         **OPTIONS,
@@ -60,15 +56,12 @@ def test_tensor_parallel(model, one_rank, expert_parallel):
 
 def test_data_parallel_with_an_idle_rank(model, one_rank):
     """The second rank has one short request: it then idles while the first still needs its experts."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     prompts = _prompts()
     shares = [Batch(prompts[:3], NEW_TOKENS), Batch(prompts[3:], 4)]
     ranks = []
     for rank, share in enumerate(shares):
         env = {
-            **TWO_RANKS,
             "VLLM_DP_RANK": str(rank),
             "VLLM_DP_RANK_LOCAL": str(rank),
             "VLLM_DP_SIZE": str(len(shares)),

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine import free_port
 
 from vllm_dsv4.checkpoint.tiny import preset_config
 from vllm_dsv4.checkpoint.writer import write_checkpoint
@@ -110,12 +110,6 @@ def _eventually(condition: Callable[[], bool]) -> bool:
     return condition()
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def _wait_until_up(server: Server, process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + START_SECONDS
     while process.poll() is None and time.monotonic() < deadline:
@@ -147,7 +141,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
-    server = Server(_free_port(), folder / "server.log")
+    server = Server(free_port(), folder / "server.log")
     options = {
         "--model": str(folder),
         "--served-model-name": MODEL,
