@@ -50,6 +50,24 @@ def test_widens_narrow_projections(generator: torch.Generator, device: torch.dev
     assert torch.equal(narrow.contiguous().view(torch.int32), wide.contiguous().view(torch.int32))
 
 
+def test_column_slices(generator: torch.Generator, device: torch.device, make_cache) -> None:
+    inputs = {name: tensor.to(device) for name, tensor in make_inputs(256, 4, 33, 100, generator).items()}
+    merged = torch.cat((torch.full((33, 7), torch.nan, device=device), inputs["kv"], inputs["gate"]), dim=1)
+    kv, gate = merged[:, 7 : 7 + 256], merged[:, 7 + 256 :]
+    (sliced, sliced_storage), (whole, whole_storage) = (make_cache(25, 4, 512, torch.float32) for _ in range(2))
+    ops.compressor_store(kv, gate, inputs["ape"], inputs["positions"], sliced, inputs["slot_mapping"])
+    ops.compressor_store(inputs["kv"], inputs["gate"], inputs["ape"], inputs["positions"], whole, inputs["slot_mapping"])
+    assert torch.equal(sliced_storage, whole_storage)
+
+
+def test_all_slots_absent(generator: torch.Generator, device: torch.device, make_cache) -> None:
+    inputs = {name: tensor.to(device) for name, tensor in make_inputs(256, 4, 33, 100, generator).items()}
+    cache, storage = make_cache(25, 4, 512, torch.float32)
+    inputs["slot_mapping"].fill_(-1)
+    ops.compressor_store(inputs["kv"], inputs["gate"], inputs["ape"], inputs["positions"], cache, inputs["slot_mapping"])
+    assert storage.eq(0xFF).all()
+
+
 @pytest.mark.parametrize(("width", "ratio", "page_size"), SHAPES[:3])
 def test_equals_the_compiled_op(width: int, ratio: int, page_size: int, generator: torch.Generator, compiled_op) -> None:
     save = compiled_op("save_partial_states_cpu")

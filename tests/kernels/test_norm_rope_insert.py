@@ -6,10 +6,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from intervals import Interval, assert_entries
+from tolerances import assert_matches
 
 from vllm_dsv4 import ops
+from vllm_dsv4.kernels._launch import assume_capability
 from vllm_dsv4.quantization.formats import PACKED_KV, cache_format
-from vllm_dsv4.reference.numerics import gather_entries, round_trip_entries
+from vllm_dsv4.reference.numerics import gather_entries
 
 EPS = 1e-6
 
@@ -93,6 +96,12 @@ def expected_kv(inputs: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Te
     return rotate(normed.double(), inputs["cos_sin_cache"][inputs["positions"]]).to(dtype)
 
 
+def kv_interval(inputs: dict[str, torch.Tensor], dtype: torch.dtype, written: torch.Tensor) -> Interval:
+    kv = inputs["kv"][written].cpu().double()
+    cos_sin = inputs["cos_sin_cache"][inputs["positions"][written]].cpu()
+    return Interval(kv, torch.zeros_like(kv)).normed(inputs["kv_norm_weight"].cpu(), EPS).rounded(dtype).rotated(cos_sin)
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_queries_and_entries(case: Case, generator: torch.Generator, device: torch.device, make_cache) -> None:
     inputs = make_inputs(case, generator, device)
@@ -102,13 +111,13 @@ def test_queries_and_entries(case: Case, generator: torch.Generator, device: tor
     q = run(inputs, cache)
     assert all(torch.equal(inputs[name], before[name]) for name in inputs)
     assert q.dtype == case.dtype
-    assert torch.equal(q, rotate(norm(inputs["q"]), inputs["cos_sin_cache"][inputs["positions"]]).to(case.dtype))
+    assert_matches(q, rotate(norm(inputs["q"]), inputs["cos_sin_cache"][inputs["positions"]]).cpu())
 
     fmt = cache_format(case.cache_dtype, case.entry)
     written = inputs["slot_mapping"] >= 0
-    expected = round_trip_entries(expected_kv(inputs, fmt.value_dtype)[written], fmt)
     slots = inputs["slot_mapping"][written]
-    assert torch.equal(gather_entries(cache, slots), expected)
+    expected, interval = expected_kv(inputs, fmt.value_dtype)[written], kv_interval(inputs, fmt.value_dtype, written)
+    assert_entries(gather_entries(cache, slots), expected, interval, fmt)
     # Writing the same slots again by another way changes nothing else: every other byte is still as it was.
     view = untouched.view(cache.dtype)[:, : case.page_size * case.entry].unflatten(1, (case.page_size, case.entry))
     assert gather_entries(view, slots).isnan().all()
@@ -135,6 +144,34 @@ def test_does_not_depend_on_the_batch(case: Case, generator: torch.Generator, de
     for token in range(case.num_tokens):
         assert torch.equal(run(inputs, alone, slice(token, token + 1))[0], q[token])
     assert torch.equal(together_storage, alone_storage)
+
+
+@pytest.mark.parametrize("case", CASES[:1] + CASES[3:5], ids=str)
+def test_column_slices(case: Case, generator: torch.Generator, device: torch.device, make_cache) -> None:
+    inputs = make_inputs(case, generator, device)
+    whole, whole_storage = make_cache(*cache_shape(case))
+    q = run(inputs, whole)
+    # As the merged products give them: neither rows nor heads need be adjacent.
+    wide = torch.full((case.num_tokens, case.num_heads, case.head_dim + 8), torch.nan, dtype=case.dtype, device=device)
+    wide[:, :, : case.head_dim] = inputs["q"]
+    merged = torch.full((case.num_tokens, 16 + case.head_dim + 5), torch.nan, dtype=case.dtype, device=device)
+    merged[:, 16 : 16 + case.head_dim] = inputs["kv"]
+    inputs |= {"q": wide[:, :, : case.head_dim], "kv": merged[:, 16 : 16 + case.head_dim]}
+    sliced, sliced_storage = make_cache(*cache_shape(case))
+    assert torch.equal(run(inputs, sliced), q) and torch.equal(sliced_storage, whole_storage)
+
+
+@pytest.mark.parametrize("case", CASES[:1] + CASES[3:5], ids=str)
+def test_without_fp8_hardware_the_bits_are_the_same(case: Case, generator: torch.Generator, device: torch.device, make_cache) -> None:
+    if device.type == "cpu":
+        pytest.skip("no FP8 hardware to compare with")
+    inputs = make_inputs(case, generator, device)
+    hardware, hardware_storage = make_cache(*cache_shape(case))
+    software, software_storage = make_cache(*cache_shape(case))
+    q = run(inputs, hardware)
+    with assume_capability((8, 0)):
+        assert torch.equal(run(inputs, software), q)
+    assert torch.equal(software_storage, hardware_storage)
 
 
 def test_zero_vectors(device: torch.device, make_cache) -> None:

@@ -81,7 +81,7 @@ class Attention(nn.Module):
         # Rows past num_tokens pad the batch of an eager step: they are left out of the attention, and zero.
         out = self._attend(x[:num_tokens], positions[:num_tokens], cos_sin_cache, metadata)
         out = pad(out, (0, 0, 0, 0, 0, x.shape[0] - num_tokens)) if num_tokens < x.shape[0] else out
-        out = ops.inverse_rope(out, positions, cos_sin_cache)
+        out = ops.inverse_rope(out, positions, cos_sin_cache, out=out)
         return sum_over_ranks(self.wo_b(self.wo_a(out).flatten(1))).to(x.dtype)
 
     def _attend(self, x: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor, window: WindowMetadata | None) -> torch.Tensor:
