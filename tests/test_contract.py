@@ -28,7 +28,7 @@ PARALLEL = "vllm.distributed.parallel_state"
 
 MEMBERS: dict[str, str] = {
     f"{CONFIG}:VllmConfig": "model_config cache_config parallel_config scheduler_config compilation_config attention_config "
-    "lora_config speculative_config",
+    "lora_config speculative_config use_v2_model_runner",
     f"{CONFIG}:ModelConfig": "hf_config dtype max_model_len model_arch_config quantization enable_prompt_embeds disable_sliding_window",
     f"{CONFIG}.model_arch:ModelArchitectureConfig": "is_deepseek_mla",
     f"{CONFIG}:CacheConfig": "block_size user_specified_block_size cache_dtype",
@@ -37,7 +37,8 @@ MEMBERS: dict[str, str] = {
     f"{CONFIG}:SchedulerConfig": "disable_hybrid_kv_cache_manager",
     f"{CONFIG}:SpeculativeConfig": "method",
     f"{CONFIG}:AttentionConfig": "indexer_kv_dtype",
-    f"{CONFIG}:CompilationConfig": "static_forward_context",
+    f"{CONFIG}:CompilationConfig": "static_forward_context cudagraph_mode max_cudagraph_capture_size",
+    f"{CONFIG}.compilation:CUDAGraphMode": "PIECEWISE FULL_AND_PIECEWISE FULL_DECODE_ONLY",
     "vllm.forward_context:ForwardContext": "attn_metadata dp_metadata",
     "vllm.forward_context:DPMetadata": "num_tokens_across_dp_cpu",
     "vllm.platforms.interface:Platform": "is_cpu device_type",

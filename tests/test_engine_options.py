@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ pytest.importorskip("vllm")
 
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 
+from vllm_dsv4.compat import CUDAGraphMode, allow_cuda_graphs  # noqa: E402
 from vllm_dsv4.engine_options import check_engine_options, indexer_format, kv_cache_dtype  # noqa: E402
 
 FP8 = preset_config("tiny")["quantization_config"]
@@ -201,3 +203,23 @@ def test_packed_formats_need_the_layouts_sizes() -> None:
         kv_cache_dtype("fp8", torch.bfloat16, small)
     with pytest.raises(ConfigError, match="indexer_kv_dtype = 'mxfp4' needs index_head_dim 128, got 64; use 'bf16'"):
         indexer_format("mxfp4", small)
+
+
+def test_graphs_of_the_first_model_runner_hold_decode_only(engine_config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its graphs of mixed batches are recorded without metadata, and would leave all attention out."""
+    config = engine_config()
+    monkeypatch.setattr(type(config), "use_v2_model_runner", False)
+    for mode, chosen in ((None, "FULL_DECODE_ONLY"), (CUDAGraphMode.FULL_AND_PIECEWISE, "FULL_DECODE_ONLY"), (CUDAGraphMode.NONE, "NONE")):
+        config.compilation_config.cudagraph_mode = mode
+        allow_cuda_graphs(config)
+        assert config.compilation_config.cudagraph_mode.name == chosen
+
+
+def test_graphs_of_the_second_model_runner_hold_mixed_batches(engine_config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = engine_config()
+    monkeypatch.setattr(type(config), "use_v2_model_runner", True)
+    monkeypatch.delenv("VLLM_USE_BREAKABLE_CUDAGRAPH", raising=False)
+    before = config.compilation_config.cudagraph_mode
+    allow_cuda_graphs(config)
+    assert os.environ.pop("VLLM_USE_BREAKABLE_CUDAGRAPH") == "1"
+    assert config.compilation_config.cudagraph_mode == before

@@ -6,8 +6,10 @@ each against the sources of the supported releases.
 
 from __future__ import annotations
 
+import os
+
 import torch
-from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.config import CUDAGraphMode, VllmConfig, get_current_vllm_config
 from vllm.distributed import (
     get_dp_group,
     get_ep_group,
@@ -56,6 +58,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm_dsv4.quantization.formats import PAGE_ALIGNMENT
 
 __all__ = [
+    "CUDAGraphMode",
     "MODELS_CONFIG_MAP",
     "AttentionBackend",
     "AttentionCGSupport",
@@ -87,6 +90,7 @@ __all__ = [
     "VllmConfig",
     "VocabParallelEmbedding",
     "allow_chunked_prefill_on_cpu",
+    "allow_cuda_graphs",
     "current_platform",
     "fused_moe_make_expert_params_mapping",
     "get_current_vllm_config",
@@ -146,6 +150,20 @@ def allow_chunked_prefill_on_cpu(vllm_config: VllmConfig) -> None:
     """
     if current_platform.is_cpu() and vllm_config.model_config is not None:
         vllm_config.model_config.model_arch_config.is_deepseek_mla = False
+
+
+def allow_cuda_graphs(vllm_config: VllmConfig) -> None:
+    """Choose CUDA graphs that hold this model, which is not compiled by torch.
+
+    vLLM's second model runner records graphs of mixed batches, as "breakable" ones, with every cache's metadata, and this
+    variable lets it; vLLM sets it by itself for the names of models that it knows. Its first runner records graphs of mixed
+    batches without metadata, for compiled models that leave attention out: there only decode gets graphs.
+    """
+    graphs = vllm_config.compilation_config
+    if vllm_config.use_v2_model_runner:
+        os.environ.setdefault("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
+    elif graphs.cudagraph_mode in (None, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL_AND_PIECEWISE):
+        graphs.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
 
 
 def num_tokens_across_dp() -> list[int]:

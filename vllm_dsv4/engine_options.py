@@ -16,6 +16,7 @@ from vllm_dsv4.compat import (
     VerifyAndUpdateConfig,
     VllmConfig,
     allow_chunked_prefill_on_cpu,
+    allow_cuda_graphs,
     current_platform,
 )
 from vllm_dsv4.config import ConfigError, Dsv4Config
@@ -41,13 +42,16 @@ class Dsv4EngineOptions(VerifyAndUpdateConfig):
         check_engine_options(vllm_config)
         vllm_config.cache_config.block_size = BLOCK_SIZE
         allow_chunked_prefill_on_cpu(vllm_config)
-        _run_reference_ops_eagerly(vllm_config)
+        _choose_cuda_graphs(vllm_config)
 
 
-def _run_reference_ops_eagerly(vllm_config: VllmConfig) -> None:
+def _choose_cuda_graphs(vllm_config: VllmConfig) -> None:
     """Turn CUDA graphs off where the reference ops run: they read values back to the host, which a graph cannot hold."""
+    if current_platform.is_cpu():
+        return
     backend = select_backend(current_platform.device_type)
-    if current_platform.is_cpu() or backend.name != "reference":
+    if backend.name != "reference":
+        allow_cuda_graphs(vllm_config)
         return
     if not vllm_config.model_config.enforce_eager:
         logger.warning("CUDA graphs are turned off: %s", backend.reason)

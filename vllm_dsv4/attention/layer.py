@@ -96,7 +96,7 @@ class Attention(nn.Module):
         if self.indexer is not None:
             topk_indices = self.indexer(x, indexer_q[0], compressed[2:], positions, cos_sin_cache)
         if window is None:
-            return torch.zeros_like(q, memory_format=torch.contiguous_format)
+            return torch.zeros_like(_like_normed(q))
         q = ops.norm_rope_insert(
             q, kv, self.kv_norm.weight, positions, cos_sin_cache, self.eps, self.window_cache.kv_cache, window.slot_mapping
         )
@@ -127,6 +127,11 @@ class Attention(nn.Module):
                 topk_indices=topk_indices,
             )
         return self.entry_cache.kv_cache, slots
+
+
+def _like_normed(q: torch.Tensor) -> torch.Tensor:
+    """Memory of the normed queries, which a dummy run needs too: vLLM measures with it how much is left for the cache."""
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
 def _load_head_slice(parameter: nn.Parameter, loaded: torch.Tensor) -> None:

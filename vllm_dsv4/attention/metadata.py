@@ -76,6 +76,11 @@ def prepare_metadata(metadata: Iterable[Dsv4Metadata], positions: torch.Tensor) 
         group.prepare(positions[: group.num_tokens], token_to_req)
 
 
+def reserve_metadata(positions: torch.Tensor, max_model_len: int) -> torch.Tensor:
+    """What ``prepare_metadata`` holds for a whole step at worst: a dummy run, which has no metadata, measures memory with it."""
+    return torch.empty(positions.shape[0], max_model_len // 128, dtype=torch.int32, device=positions.device)
+
+
 class Dsv4MetadataBuilder(AttentionMetadataBuilder):
     # Graphs may hold any batch: kernels read all that changes from device tensors.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS

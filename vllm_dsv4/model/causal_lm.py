@@ -16,7 +16,7 @@ from vllm_dsv4 import ops
 from vllm_dsv4.attention.cache import CacheFactory
 from vllm_dsv4.attention.compressor import Norm
 from vllm_dsv4.attention.layer import Attention
-from vllm_dsv4.attention.metadata import Dsv4Metadata, prepare_metadata
+from vllm_dsv4.attention.metadata import Dsv4Metadata, prepare_metadata, reserve_metadata
 from vllm_dsv4.compat import (
     LogitsProcessor,
     ParallelLMHead,
@@ -83,7 +83,8 @@ class Dsv4ForCausalLM(nn.Module):
         self.norm = Norm(config.hidden_size, config.rms_norm_eps)
         self.head = ParallelLMHead(config.vocab_size, config.hidden_size, quant_config=Dsv4QuantConfig(), prefix=f"{start}head")
         self.logits_processor = LogitsProcessor(config.vocab_size)
-        self._register_rope(vllm_config.model_config.max_model_len)
+        self.max_model_len = vllm_config.model_config.max_model_len
+        self._register_rope(self.max_model_len)
 
     def _register_rope(self, num_positions: int) -> None:
         """Tables of cosines and sines for every position that the engine can serve; compressed layers have their own."""
@@ -113,7 +114,9 @@ class Dsv4ForCausalLM(nn.Module):
         **_: Any,
     ) -> torch.Tensor:
         """``input_ids``, ``positions`` [T] → hidden states [T, hidden_size] before the head."""
-        prepare_metadata(self._step_metadata(), positions)
+        metadata = self._step_metadata()
+        prepare_metadata(metadata, positions)
+        held = None if metadata else reserve_metadata(positions, self.max_model_len)  # noqa: F841
         x = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
         streams = x[:, None].repeat(1, self.config.hc_mult, 1)
         for layer, compress_ratio in zip(self.layers, self.config.compress_ratios, strict=True):
