@@ -15,6 +15,7 @@ import triton.language as tl
 from vllm_dsv4.kernels._fp8 import decode_e4m3, fp8_scale_exponent, largest_magnitude, pow2, quantize_e4m3
 from vllm_dsv4.kernels._launch import capability, dot_dtype, has_fp8, launch
 from vllm_dsv4.kernels._mxfp4 import UNDO_SHIFT, unpack_mxfp4
+from vllm_dsv4.kernels.swiglu import clamped_swiglu
 
 _GROUP = tl.constexpr(128)
 """Columns of a quantisation group, columns and rows of a block-FP8 scale, and rows of a weight's tile."""
@@ -23,9 +24,10 @@ _PLAIN, _FP8, _MXFP4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 @dataclass(frozen=True)
 class _Config:
-    """Tile of a grouped product: pairs, columns in a step of the sum."""
+    """Tile of a grouped product: pairs, whether half a tile will do for at most half as many, columns in a step of the sum."""
 
     block_m: int
+    halve: bool
     block_k: int
     num_warps: int
     num_stages: int
@@ -51,18 +53,17 @@ def experts_prefill(
     out = torch.empty(num_tokens, hidden_size, dtype=torch.float32, device=x.device)
     topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
 
-    pairs, starts = _sort_by_expert(topk_ids, expert_map, num_experts)
+    config = _config(x.device, kind.value, num_pairs, num_experts, x.dtype)
+    pairs, starts, tile_experts = _sort_by_expert(topk_ids, expert_map, num_experts, config.block_m)
     inputs = x if kind.value == 0 else _quantize(x, kind)
     padded = intermediate if kind.value == 0 else triton.cdiv(intermediate, 128) * 128
     hidden = torch.empty(num_pairs, padded, dtype=x.dtype if kind.value == 0 else torch.bfloat16, device=x.device)
     y = torch.empty(num_pairs, hidden_size, dtype=x.dtype, device=x.device)
-    config = _config(x.device, kind.value, num_pairs, num_experts, x.dtype)
-    num_tiles = triton.cdiv(num_pairs, config.block_m) + min(num_experts, num_pairs)
+    num_tiles = len(tile_experts)
     options = {
         "KIND": kind,
-        "TOPK": topk,
-        "NUM_EXPERTS": num_experts,
         "BLOCK_M": config.block_m,
+        "HALVE": config.halve,
         "BLOCK_K": config.block_k,
         "DTYPE": _product_dtype(x, kind),
         "HW_FP8": has_fp8(x.device),
@@ -80,22 +81,25 @@ def experts_prefill(
         *_stored(w13, w13_sf),
         pairs,
         starts,
+        tile_experts,
         topk_weights,
         hidden,
         x.new_empty(0),
         K=hidden_size,
         N=intermediate,
         LIMIT=float(swiglu_limit),
+        TOPK=topk,
         **options,
     )
     launch(
         _down_kernel,
-        (triton.cdiv(hidden_size, 128), num_tiles),
+        (triton.cdiv(hidden_size, 256), num_tiles),
         hidden,
         hidden.stride(0),
         *_stored(w2, w2_sf),
         pairs,
         starts,
+        tile_experts,
         y,
         K=intermediate,
         N=hidden_size,
@@ -125,7 +129,7 @@ def _config(device: torch.device, kind: int, num_pairs: int, num_experts: int, d
     if not large:
         block_m = min(block_m, 64)
     block_k = (16 if dtype == torch.float32 else 64) if kind == 0 else 128
-    return _Config(block_m, block_k, 8, 3 if large else 2)
+    return _Config(block_m, False, block_k, 8, 3 if large else 2)
 
 
 def _mma_version(device: torch.device) -> int:
@@ -149,11 +153,15 @@ def _stored(weight: torch.Tensor, sf: torch.Tensor | None) -> tuple[torch.Tensor
     return weight, weight.stride(0), sf, sf.stride(0)
 
 
-def _sort_by_expert(topk_ids: torch.Tensor, expert_map: torch.Tensor | None, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """→ pairs [T * topk] int32, those of an expert together and in order, and where each expert's begin [E + 1] int32."""
+def _sort_by_expert(
+    topk_ids: torch.Tensor, expert_map: torch.Tensor | None, num_experts: int, block_m: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """→ pairs [T * topk] int32, those of an expert together and in order; where each expert's begin [E + 1] int32; the expert of
+    each tile of ``block_m`` pairs, int32, -1 = none."""
     num_pairs = topk_ids.numel()
-    pairs = torch.empty(num_pairs, dtype=torch.int32, device=topk_ids.device)
-    starts = torch.empty(num_experts + 1, dtype=torch.int32, device=topk_ids.device)
+    empty = lambda size: torch.empty(size, dtype=torch.int32, device=topk_ids.device)  # noqa: E731
+    num_tiles = triton.cdiv(num_pairs, block_m) + num_experts if num_pairs else 0
+    pairs, starts, tile_experts = empty(num_pairs), empty(num_experts + 1), empty(num_tiles)
     launch(
         _sort_kernel,
         (num_experts if num_pairs else 0,),
@@ -161,12 +169,15 @@ def _sort_by_expert(topk_ids: torch.Tensor, expert_map: torch.Tensor | None, num
         topk_ids if expert_map is None else expert_map,
         pairs,
         starts,
+        tile_experts,
         num_pairs,
+        num_tiles,
         HAS_MAP=expert_map is not None,
+        BLOCK_M=block_m,
         BLOCK=4096,
         num_warps=8,
     )
-    return pairs, starts
+    return pairs, starts, tile_experts
 
 
 def _quantize(x: torch.Tensor, kind: tl.constexpr) -> torch.Tensor:
@@ -199,8 +210,19 @@ def _local_ids(topk_ids_ptr, expert_map_ptr, pair, mask, HAS_MAP: tl.constexpr):
     return ids
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
-def _sort_kernel(topk_ids_ptr, expert_map_ptr, pairs_ptr, starts_ptr, num_pairs, HAS_MAP: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
+def _sort_kernel(
+    topk_ids_ptr,
+    expert_map_ptr,
+    pairs_ptr,
+    starts_ptr,
+    tile_experts_ptr,
+    num_pairs,
+    num_tiles,
+    HAS_MAP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """One program: one expert. Its first place is the number of pairs of the experts before it."""
     expert = tl.program_id(0)
     offsets = tl.arange(0, BLOCK)
@@ -208,15 +230,28 @@ def _sort_kernel(topk_ids_ptr, expert_map_ptr, pairs_ptr, starts_ptr, num_pairs,
     for begin in range(0, num_pairs, BLOCK):
         ids = _local_ids(topk_ids_ptr, expert_map_ptr, begin + offsets, begin + offsets < num_pairs, HAS_MAP)
         before += ((ids >= 0) & (ids < expert)).to(tl.int32)
-    place = tl.sum(before)
-    tl.store(starts_ptr + expert, place)
+    start = tl.sum(before)
+    place = start
     for begin in range(0, num_pairs, BLOCK):
         ids = _local_ids(topk_ids_ptr, expert_map_ptr, begin + offsets, begin + offsets < num_pairs, HAS_MAP)
         hit = (ids == expert).to(tl.int32)
         tl.store(pairs_ptr + place + tl.cumsum(hit) - 1, begin + offsets, mask=hit != 0)
         place += tl.sum(hit)
+    tl.store(starts_ptr + expert, start)
+    next_tile = _first_tile(place, expert + 1, BLOCK_M)
     if expert == tl.num_programs(0) - 1:
         tl.store(starts_ptr + expert + 1, place)
+        next_tile = num_tiles
+    for begin in range(_first_tile(start, expert, BLOCK_M), next_tile, BLOCK):
+        tile = begin + offsets
+        first = start + (tile - _first_tile(start, expert, BLOCK_M)) * BLOCK_M
+        tl.store(tile_experts_ptr + tile, tl.where(first < place, expert, -1), mask=tile < next_tile)
+
+
+@triton.jit
+def _first_tile(start, expert, BLOCK_M: tl.constexpr):
+    """Index of an expert's first tile: at least as many as the experts before it need, known without their numbers of pairs."""
+    return start // BLOCK_M + expert
 
 
 @triton.jit
@@ -265,18 +300,12 @@ def _quantize_kernel(
 
 
 @triton.jit
-def _find_tile(starts_ptr, tile, NUM_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """→ (expert, first place, end of the expert's places) of a tile; expert = NUM_EXPERTS beyond the last tile."""
-    WIDTH: tl.constexpr = triton.next_power_of_2(NUM_EXPERTS)
-    experts = tl.arange(0, WIDTH)
-    begin = tl.load(starts_ptr + experts, mask=experts < NUM_EXPERTS, other=0)
-    end = tl.load(starts_ptr + experts + 1, mask=experts < NUM_EXPERTS, other=0)
-    tiles = (end - begin + BLOCK_M - 1) // BLOCK_M
-    passed = (tl.cumsum(tiles) <= tile) & (experts < NUM_EXPERTS)
-    expert = tl.sum(passed.to(tl.int32))
-    tile_in_expert = tile - tl.sum(tl.where(passed, tiles, 0))
-    first = tl.load(starts_ptr + tl.minimum(expert, NUM_EXPERTS - 1)) + tile_in_expert * BLOCK_M
-    return expert, first, tl.load(starts_ptr + tl.minimum(expert + 1, NUM_EXPERTS))
+def _find_tile(starts_ptr, tile_experts_ptr, BLOCK_M: tl.constexpr):
+    """→ (expert or -1, first place, end of the expert's places) of this program's tile."""
+    tile = tl.program_id(1)
+    expert = tl.load(tile_experts_ptr + tile)
+    start = tl.load(starts_ptr + tl.maximum(expert, 0))
+    return expert, start + (tile - _first_tile(start, expert, BLOCK_M)) * BLOCK_M, tl.load(starts_ptr + expert + 1)
 
 
 @triton.jit
@@ -361,6 +390,88 @@ def _weight_rows(w_ptr, sf_ptr, row, K: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
+def _two_products(
+    x_rows,
+    w_ptr,
+    sf_ptr,
+    low_row,
+    high_row,
+    K: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    DTYPE: tl.constexpr,
+    HW_FP8: tl.constexpr,
+    MMA_VERSION: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Two tiles [128, BLOCK_M] of weight · xᵀ, of the rows ``low_row`` and ``high_row`` of one expert's weight."""
+    low_rows, low_sf_rows = _weight_rows(w_ptr, sf_ptr, low_row, K, KIND)
+    high_rows, high_sf_rows = _weight_rows(w_ptr, sf_ptr, high_row, K, KIND)
+    low = tl.zeros((_GROUP, BLOCK_M), tl.float32)
+    high = tl.zeros((_GROUP, BLOCK_M), tl.float32)
+    for step in tl.range(0, (K + BLOCK_K - 1) // BLOCK_K, num_stages=STAGES):
+        low = _accumulate(low, x_rows, low_rows, low_sf_rows, step, K, KIND, BLOCK_K, DTYPE, HW_FP8, MMA_VERSION, NUM_WARPS)
+        high = _accumulate(high, x_rows, high_rows, high_sf_rows, step, K, KIND, BLOCK_K, DTYPE, HW_FP8, MMA_VERSION, NUM_WARPS)
+    if KIND == _MXFP4:
+        low *= UNDO_SHIFT
+        high *= UNDO_SHIFT
+    return low, high
+
+
+@triton.jit
+def _gate_up_tile(
+    x_ptr,
+    stride_x,
+    w_ptr,
+    sf_ptr,
+    pairs_ptr,
+    topk_weights_ptr,
+    hidden_ptr,
+    rounded_ptr,
+    first,
+    end,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    LIMIT: tl.constexpr,
+    KIND: tl.constexpr,
+    TOPK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    DTYPE: tl.constexpr,
+    HW_FP8: tl.constexpr,
+    MMA_VERSION: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    place = first + tl.arange(0, BLOCK_M)
+    pair = tl.load(pairs_ptr + tl.minimum(place, end - 1))
+    x_rows = x_ptr + (pair // TOPK).to(tl.int64) * stride_x
+    order = tl.arange(0, _GROUP)
+    if KIND == _MXFP4:
+        # What this program stores, the next product takes as columns.
+        order = _stored_column(_tile_rows(NUM_WARPS), MMA_VERSION)
+    row = tl.minimum(tl.program_id(0) * _GROUP + order, N - 1)
+    gate, up = _two_products(x_rows, w_ptr, sf_ptr, row, row + N, K, KIND, BLOCK_M, BLOCK_K, DTYPE, HW_FP8, MMA_VERSION, NUM_WARPS, STAGES)
+    ROUNDED: tl.constexpr = rounded_ptr.dtype.element_ty
+    gate, up = gate.to(ROUNDED).to(tl.float32), up.to(ROUNDED).to(tl.float32)
+    weight = tl.load(topk_weights_ptr + pair)
+    hidden = (clamped_swiglu(gate, up, LIMIT) * weight[None, :]).to(ROUNDED).to(tl.float32)
+    position = tl.arange(0, _GROUP)
+    WIDTH: tl.constexpr = N if KIND == _PLAIN else (N + _GROUP - 1) // _GROUP * _GROUP
+    if KIND != _PLAIN:
+        if N % 128 != 0:
+            column = tl.program_id(0) * _GROUP + (_stored_column(position, MMA_VERSION) if KIND == _MXFP4 else position)
+            hidden = tl.where((column < N)[:, None], hidden, 0.0)
+        exponent = fp8_scale_exponent(largest_magnitude(hidden, 0))[None, :]
+        hidden = _round_trip(hidden, exponent, HW_FP8)
+    position += tl.program_id(0) * _GROUP
+    pointers = hidden_ptr + place.to(tl.int64)[None, :] * WIDTH + position[:, None]
+    tl.store(pointers, hidden.to(hidden_ptr.dtype.element_ty), mask=(place < end)[None, :] & (position < WIDTH)[:, None])
+
+
+@triton.jit
 def _gate_up_kernel(
     x_ptr,
     stride_x,
@@ -370,6 +481,7 @@ def _gate_up_kernel(
     stride_sf,
     pairs_ptr,
     starts_ptr,
+    tile_experts_ptr,
     topk_weights_ptr,
     hidden_ptr,
     rounded_ptr,
@@ -378,8 +490,8 @@ def _gate_up_kernel(
     LIMIT: tl.constexpr,
     KIND: tl.constexpr,
     TOPK: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    HALVE: tl.constexpr,
     BLOCK_K: tl.constexpr,
     DTYPE: tl.constexpr,
     HW_FP8: tl.constexpr,
@@ -388,51 +500,60 @@ def _gate_up_kernel(
     STAGES: tl.constexpr,
 ):
     """One program: one group of 128 columns of the weighted activation, for ``BLOCK_M`` pairs, quantised again."""
-    expert, first, end = _find_tile(starts_ptr, tl.program_id(1), NUM_EXPERTS, BLOCK_M)
-    if expert == NUM_EXPERTS:
+    expert, first, end = _find_tile(starts_ptr, tile_experts_ptr, BLOCK_M)
+    if expert < 0:
         return
-    place = first + tl.arange(0, BLOCK_M)
-    pair = tl.load(pairs_ptr + tl.minimum(place, end - 1))
-    x_rows = x_ptr + (pair // TOPK).to(tl.int64) * stride_x
-    order = tl.arange(0, _GROUP)
-    if KIND == _MXFP4:
-        # What this program stores, the next product takes as columns.
-        order = _stored_column(_tile_rows(NUM_WARPS), MMA_VERSION)
-    row = tl.minimum(tl.program_id(0) * _GROUP + order, N - 1)
     w_ptr += expert.to(tl.int64) * stride_w
     sf_ptr += expert.to(tl.int64) * stride_sf
-    gate_rows, gate_sf_rows = _weight_rows(w_ptr, sf_ptr, row, K, KIND)
-    up_rows, up_sf_rows = _weight_rows(w_ptr, sf_ptr, row + N, K, KIND)
-    gate = tl.zeros((_GROUP, BLOCK_M), tl.float32)
-    up = tl.zeros((_GROUP, BLOCK_M), tl.float32)
-    for step in tl.range(0, (K + BLOCK_K - 1) // BLOCK_K, num_stages=STAGES):
-        gate = _accumulate(gate, x_rows, gate_rows, gate_sf_rows, step, K, KIND, BLOCK_K, DTYPE, HW_FP8, MMA_VERSION, NUM_WARPS)
-        up = _accumulate(up, x_rows, up_rows, up_sf_rows, step, K, KIND, BLOCK_K, DTYPE, HW_FP8, MMA_VERSION, NUM_WARPS)
-    ROUNDED: tl.constexpr = rounded_ptr.dtype.element_ty
-    gate, up = _rounded(gate, KIND, ROUNDED), _rounded(up, KIND, ROUNDED)
-    if LIMIT > 0:
-        gate = tl.where(gate > LIMIT, LIMIT, gate)
-        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-    weight = tl.load(topk_weights_ptr + pair)
-    hidden = (gate / (1.0 + tl.exp(-gate)) * up * weight[None, :]).to(ROUNDED).to(tl.float32)
-    position = tl.arange(0, _GROUP)
-    WIDTH: tl.constexpr = N if KIND == _PLAIN else (N + _GROUP - 1) // _GROUP * _GROUP
-    if KIND != _PLAIN:
-        column = tl.program_id(0) * _GROUP + (_stored_column(position, MMA_VERSION) if KIND == _MXFP4 else position)
-        hidden = tl.where((column < N)[:, None], hidden, 0.0)
-        exponent = fp8_scale_exponent(largest_magnitude(hidden, 0))[None, :]
-        hidden = _round_trip(hidden, exponent, HW_FP8)
-    position += tl.program_id(0) * _GROUP
-    pointers = hidden_ptr + place.to(tl.int64)[None, :] * WIDTH + position[:, None]
-    tl.store(pointers, hidden.to(hidden_ptr.dtype.element_ty), mask=(place < end)[None, :] & (position < WIDTH)[:, None])
+    if HALVE and end - first <= BLOCK_M // 2:
+        _gate_up_tile(
+            x_ptr, stride_x, w_ptr, sf_ptr, pairs_ptr, topk_weights_ptr, hidden_ptr, rounded_ptr, first, end,
+            K, N, LIMIT, KIND, TOPK, BLOCK_M // 2, BLOCK_K, DTYPE, HW_FP8, MMA_VERSION, NUM_WARPS, STAGES,
+        )  # fmt: skip
+    else:
+        _gate_up_tile(
+            x_ptr, stride_x, w_ptr, sf_ptr, pairs_ptr, topk_weights_ptr, hidden_ptr, rounded_ptr, first, end,
+            K, N, LIMIT, KIND, TOPK, BLOCK_M, BLOCK_K, DTYPE, HW_FP8, MMA_VERSION, NUM_WARPS, STAGES,
+        )  # fmt: skip
 
 
 @triton.jit
-def _rounded(acc, KIND: tl.constexpr, ROUNDED: tl.constexpr):
-    """A finished sum, rounded to the activations' dtype, float32."""
+def _down_tile(
+    x_ptr,
+    stride_x,
+    w_ptr,
+    sf_ptr,
+    pairs_ptr,
+    y_ptr,
+    first,
+    end,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    DTYPE: tl.constexpr,
+    HW_FP8: tl.constexpr,
+    MMA_VERSION: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    place = first + tl.arange(0, BLOCK_M)
+    mask = (place < end)[None, :]
+    place = tl.minimum(place, end - 1)
+    order = tl.arange(0, _GROUP)
     if KIND == _MXFP4:
-        acc *= UNDO_SHIFT
-    return acc.to(ROUNDED).to(tl.float32)
+        order = _tile_rows(NUM_WARPS)
+    row = tl.program_id(0) * 2 * _GROUP + order
+    low_row, high_row = tl.minimum(row, N - 1), tl.minimum(row + _GROUP, N - 1)
+    x_rows = x_ptr + place.to(tl.int64) * stride_x
+    low, high = _two_products(
+        x_rows, w_ptr, sf_ptr, low_row, high_row, K, KIND, BLOCK_M, BLOCK_K, DTYPE, HW_FP8, MMA_VERSION, NUM_WARPS, STAGES
+    )
+    column = (tl.program_id(0) * 2 * _GROUP + tl.arange(0, _GROUP))[:, None]
+    pointers = y_ptr + tl.load(pairs_ptr + place).to(tl.int64)[None, :] * N + column
+    tl.store(pointers, low.to(y_ptr.dtype.element_ty), mask=mask & (column < N))
+    tl.store(pointers + _GROUP, high.to(y_ptr.dtype.element_ty), mask=mask & (column + _GROUP < N))
 
 
 @triton.jit
@@ -445,13 +566,13 @@ def _down_kernel(
     stride_sf,
     pairs_ptr,
     starts_ptr,
+    tile_experts_ptr,
     y_ptr,
     K: tl.constexpr,
     N: tl.constexpr,
     KIND: tl.constexpr,
-    TOPK: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    HALVE: tl.constexpr,
     BLOCK_K: tl.constexpr,
     DTYPE: tl.constexpr,
     HW_FP8: tl.constexpr,
@@ -459,28 +580,22 @@ def _down_kernel(
     NUM_WARPS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One program: 128 columns of what an expert gives, for ``BLOCK_M`` pairs, each stored at its pair's row of y."""
-    expert, first, end = _find_tile(starts_ptr, tl.program_id(1), NUM_EXPERTS, BLOCK_M)
-    if expert == NUM_EXPERTS:
+    """One program: 256 columns of what an expert gives, for ``BLOCK_M`` pairs, each stored at its pair's row of y."""
+    expert, first, end = _find_tile(starts_ptr, tile_experts_ptr, BLOCK_M)
+    if expert < 0:
         return
-    place = tl.minimum(first + tl.arange(0, BLOCK_M), end - 1)
-    x_rows = x_ptr + place.to(tl.int64) * stride_x
-    order = tl.arange(0, _GROUP)
-    if KIND == _MXFP4:
-        order = _tile_rows(NUM_WARPS)
-    row = tl.minimum(tl.program_id(0) * _GROUP + order, N - 1)
     w_ptr += expert.to(tl.int64) * stride_w
     sf_ptr += expert.to(tl.int64) * stride_sf
-    w_rows, sf_rows = _weight_rows(w_ptr, sf_ptr, row, K, KIND)
-    acc = tl.zeros((_GROUP, BLOCK_M), tl.float32)
-    for step in tl.range(0, (K + BLOCK_K - 1) // BLOCK_K, num_stages=STAGES):
-        acc = _accumulate(acc, x_rows, w_rows, sf_rows, step, K, KIND, BLOCK_K, DTYPE, HW_FP8, MMA_VERSION, NUM_WARPS)
-    if KIND == _MXFP4:
-        acc *= UNDO_SHIFT
-    pair = tl.load(pairs_ptr + place).to(tl.int64)
-    column = (tl.program_id(0) * _GROUP + tl.arange(0, _GROUP))[:, None]
-    mask = (first + tl.arange(0, BLOCK_M) < end)[None, :] & (column < N)
-    tl.store(y_ptr + pair[None, :] * N + column, acc.to(y_ptr.dtype.element_ty), mask=mask)
+    if HALVE and end - first <= BLOCK_M // 2:
+        _down_tile(
+            x_ptr, stride_x, w_ptr, sf_ptr, pairs_ptr, y_ptr, first, end,
+            K, N, KIND, BLOCK_M // 2, BLOCK_K, DTYPE, HW_FP8, MMA_VERSION, NUM_WARPS, STAGES,
+        )  # fmt: skip
+    else:
+        _down_tile(
+            x_ptr, stride_x, w_ptr, sf_ptr, pairs_ptr, y_ptr, first, end,
+            K, N, KIND, BLOCK_M, BLOCK_K, DTYPE, HW_FP8, MMA_VERSION, NUM_WARPS, STAGES,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -500,6 +615,6 @@ def _sum_kernel(
     out = tl.zeros((BLOCK,), tl.float32)
     for choice in tl.static_range(TOPK):
         pair = token * TOPK + choice
-        here = _local_ids(topk_ids_ptr, expert_map_ptr, pair, True, HAS_MAP) >= 0
-        out += tl.load(y_ptr + pair * WIDTH + column, mask=here & (column < WIDTH), other=0.0).to(tl.float32)
+        width = tl.where(_local_ids(topk_ids_ptr, expert_map_ptr, pair, True, HAS_MAP) >= 0, WIDTH, 0)
+        out += tl.load(y_ptr + pair * WIDTH + column, mask=column < width, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * WIDTH + column, out, mask=column < WIDTH)
