@@ -1,10 +1,16 @@
-"""Compiling recorded launches ahead of time, for any GPU and without one."""
+"""Compiling recorded launches ahead of time, for any GPU and without one.
+
+Triton's own launch path does it, up to the launch: so what is compiled, and the key under which Triton's cache on disk keeps
+it, are those of the launch that is to come.
+"""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,21 +18,11 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime import driver
 
 from vllm_dsv4.kernels._launch import Capability, Launch
 
-_OPTIONS = {"num_warps", "num_stages", "num_ctas", "maxnreg"}
-_POINTERS = {
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.float32: "*fp32",
-    torch.float64: "*fp64",
-    torch.uint8: "*u8",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-    torch.bool: "*i1",
-}
+_FLOAT8 = {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu}
 
 
 @dataclass(frozen=True)
@@ -44,45 +40,50 @@ def compile_launch(launch: Launch, capability: Capability) -> Resources:
     Raises:
         TypeError: an argument of a type that kernels do not take, such as a float8 tensor instead of its bytes.
     """
-    source = _source(launch)
-    options = {name: value for name, value in launch.options.items() if name in _OPTIONS}
-    target = GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
-    compiled = triton.compile(source, target=target, options=options)
+    compiled = compile_kernel(launch, capability)
     registers, local_bytes = _cubin_usage(compiled.asm["cubin"])
     return Resources(registers, local_bytes, compiled.metadata.shared)
 
 
-def _source(launch: Launch) -> ASTSource:
-    kernel = launch.kernel
-    names = [parameter.name for parameter in kernel.params]
-    values = dict(zip(names, launch.args, strict=False)) | {name: launch.options[name] for name in names if name in launch.options}
-    signature: dict[str, str] = {}
-    constexprs: dict[tuple[int], Any] = {}
-    attributes: dict[tuple[int], list[list[object]]] = {}
-    for index, parameter in enumerate(kernel.params):
-        value = values.get(parameter.name, parameter.default)
-        is_one = type(value) is int and value == 1 and not parameter.do_not_specialize
-        if parameter.is_constexpr or value is None or is_one:
-            signature[parameter.name], constexprs[(index,)] = "constexpr", value
-            continue
-        signature[parameter.name] = _argument_type(parameter.name, value)
-        aligned = isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
-        if aligned and not parameter.do_not_specialize:
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    return ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
+def compile_kernel(launch: Launch, capability: Capability) -> Any:
+    """Triton's compiled kernel of ``launch``, from its cache if it is there."""
+    check_arguments(launch)
+    with driver_of(capability):
+        return launch.kernel.warmup(*launch.args, grid=(1,), **launch.options)
 
 
-def _argument_type(name: str, value: object) -> str:
-    if isinstance(value, torch.Tensor) and value.dtype in _POINTERS:
-        return _POINTERS[value.dtype]
-    if isinstance(value, bool):
-        return "i1"
-    if isinstance(value, int):
-        return "i32" if -(2**31) <= value < 2**31 else "i64"
-    if isinstance(value, float):
-        return "fp32"
-    found = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
-    raise TypeError(f"kernel argument {name!r} is of type {found}; pass float8 tensors as uint8 views")
+def check_arguments(launch: Launch) -> None:
+    for parameter, value in zip(launch.kernel.params, launch.args, strict=False):
+        if isinstance(value, torch.Tensor) and value.dtype in _FLOAT8:
+            raise TypeError(f"kernel argument {parameter.name!r} is of type {value.dtype}; pass float8 tensors as uint8 views")
+
+
+class _Driver:
+    """Answers what Triton asks its driver before it compiles, for a GPU that need not be here."""
+
+    def __init__(self, capability: Capability):
+        self.target = GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> GPUTarget:
+        # The key of Triton's cache in this process, where devices are numbers: no kernel of a real one is taken or replaced.
+        return self.target
+
+    def get_current_stream(self, device: object) -> int:
+        return 0
+
+
+@contextmanager
+def driver_of(capability: Capability) -> Iterator[None]:
+    """Let Triton take this for a machine with a GPU of ``capability``, as far as compiling goes."""
+    before = driver._active  # ``driver.active`` would look for a GPU
+    driver.set_active(_Driver(capability))
+    try:
+        yield
+    finally:
+        driver._active = before
 
 
 def _cubin_usage(cubin: bytes) -> tuple[int, int]:

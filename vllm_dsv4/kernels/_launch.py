@@ -28,6 +28,7 @@ class Launch:
 
 
 _assumed_capability: Capability | None = None
+_assumed_num_sms: int | None = None
 _recorded: list[Launch] | None = None
 
 
@@ -40,15 +41,15 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 
 
 @contextmanager
-def record_launches(capability: Capability) -> Iterator[list[Launch]]:
-    """Collect launches for a GPU of ``capability`` instead of running them."""
-    global _recorded
+def record_launches(capability: Capability, num_sms: int | None = None) -> Iterator[list[Launch]]:
+    """Collect launches for a GPU of ``capability``, with ``num_sms`` multiprocessors, instead of running them."""
+    global _recorded, _assumed_num_sms
     with assume_capability(capability):
-        _recorded = []
+        _recorded, _assumed_num_sms = [], num_sms
         try:
             yield _recorded
         finally:
-            _recorded = None
+            _recorded = _assumed_num_sms = None
 
 
 @contextmanager
@@ -76,6 +77,8 @@ def has_fp8(device: torch.device) -> bool:
 
 def num_sms(device: torch.device) -> int:
     """Streaming multiprocessors of ``device``: how many programs run at once, at least."""
+    if _assumed_num_sms is not None:
+        return _assumed_num_sms
     return _multi_processor_count(device.index) if device.type == "cuda" else 108
 
 
