@@ -231,6 +231,25 @@ def test_without_fp8_hardware_the_bits_are_the_same(case: Case, generator: torch
     assert torch.equal(software_storage, hardware_storage)
 
 
+def test_addresses_beyond_int32(generator: torch.Generator, make_cache) -> None:
+    """The last pages of state and entries in caches of 9 and 5 GB, of which only they are touched: offsets need 64 bits."""
+    case = CASES[1]
+    inputs = make_inputs(case, generator, make_cache, [(0, 256)])
+    small, small_storage = make_cache(inputs.num_pages, case.page_size, case.entry, case.dtype)
+    inputs.run(case, small, True)
+    state = torch.empty(270_000, *inputs.state_cache.shape[1:], device=small.device)
+    before = len(state) - len(inputs.state_cache)
+    state[before:] = inputs.state_cache
+    storage = torch.empty(3_000_000, small_storage.shape[1], dtype=torch.uint8, device=small.device)
+    storage[-len(small) :] = 0xFF
+    assert state[:before].numel() > 2**31 and storage[: -len(small)].numel() > 2**32
+    inputs.state_cache, inputs.block_table = state, inputs.block_table + before
+    slots = inputs.entry_slots
+    inputs.entry_slots = torch.where(slots >= 0, slots + (len(storage) - len(small)) * case.page_size, -1)
+    inputs.run(case, storage[:, : case.page_size * case.entry].unflatten(1, (case.page_size, case.entry)), True)
+    assert torch.equal(storage[-len(small) :], small_storage) and not small_storage.eq(0xFF).all()
+
+
 @pytest.mark.parametrize("case", CASES[:3], ids=str)
 def test_equals_the_compiled_op(case: Case, generator: torch.Generator, make_cache, compiled_op, assert_equal_up_to_ties) -> None:
     insert = compiled_op("compress_norm_rope_store_cpu" if case.head_dim == 512 else "compress_norm_rope_store_indexer_cpu")

@@ -68,6 +68,19 @@ def test_all_slots_absent(generator: torch.Generator, device: torch.device, make
     assert storage.eq(0xFF).all()
 
 
+def test_addresses_beyond_int32(generator: torch.Generator, device: torch.device) -> None:
+    """The last page of a cache of 9 GB, of which only it is touched: its rows' offsets need 64 bits, as elements too."""
+    inputs = {name: tensor.to(device) for name, tensor in make_inputs(512, 128, 8, 8, generator).items()}
+    cache = torch.empty(270_000, 8, 1024, device=device)
+    cache[-1] = 0.0
+    small = torch.zeros_like(cache[-1:])
+    assert cache[:-1].numel() > 2**31
+    far = torch.where(inputs["slot_mapping"] >= 0, inputs["slot_mapping"] + 8 * (len(cache) - 1), -1)
+    ops.compressor_store(inputs["kv"], inputs["gate"], inputs["ape"], inputs["positions"], small, inputs["slot_mapping"])
+    ops.compressor_store(inputs["kv"], inputs["gate"], inputs["ape"], inputs["positions"], cache, far)
+    assert small.any() and torch.equal(cache[-1:], small)
+
+
 @pytest.mark.parametrize(("width", "ratio", "page_size"), SHAPES[:3])
 def test_equals_the_compiled_op(width: int, ratio: int, page_size: int, generator: torch.Generator, compiled_op) -> None:
     save = compiled_op("save_partial_states_cpu")

@@ -174,6 +174,21 @@ def test_without_fp8_hardware_the_bits_are_the_same(case: Case, generator: torch
     assert torch.equal(software_storage, hardware_storage)
 
 
+def test_addresses_beyond_int32(device: torch.device, make_cache) -> None:
+    """The last pages of a cache of 4.5 GB, of which only they are touched: their bytes' offsets need 64 bits."""
+    case = CASES[0]
+    inputs = make_inputs(case, torch.Generator().manual_seed(0), device)
+    small, small_storage = make_cache(*cache_shape(case))
+    pages, page_bytes = 120_000, small_storage.shape[1]
+    storage = torch.empty(pages, page_bytes, dtype=torch.uint8, device=device)
+    storage[-len(small) :] = 0xFF
+    assert (pages - len(small)) * page_bytes > 2**32
+    run(inputs, small)
+    far = torch.where(inputs["slot_mapping"] >= 0, inputs["slot_mapping"] + (pages - len(small)) * case.page_size, -1)
+    run(inputs | {"slot_mapping": far}, storage[:, : case.page_size * case.entry].unflatten(1, (case.page_size, case.entry)))
+    assert torch.equal(storage[-len(small) :], small_storage)
+
+
 def test_zero_vectors(device: torch.device, make_cache) -> None:
     case = CASES[0]
     inputs = make_inputs(case, torch.Generator().manual_seed(0), device)

@@ -10,6 +10,9 @@ from vllm_dsv4.kernels._entries import INDEXER_MXFP4_BYTES, entry_options, hadam
 from vllm_dsv4.kernels._launch import has_fp8, launch
 from vllm_dsv4.kernels._rope import load_cos_sin, rotate
 
+_BATCH = 1024
+"""Up to so many tokens each gets its own program."""
+
 
 def compress_insert(
     state_cache: torch.Tensor,
@@ -25,11 +28,14 @@ def compress_insert(
     official_rounding: bool = True,
 ) -> None:
     """See ``reference/compress_insert.py``; sums are float32."""
+    num_tokens = entry_slots.shape[0]
     options = entry_options(cache)
     window = 2 * compress_ratio if compress_ratio == 4 else compress_ratio
+    # A batch of single tokens may complete a window with each, a prompt with few.
+    tokens = min(compress_ratio, 16) if num_tokens > _BATCH else 1
     launch(
         _compress_insert_kernel,
-        (entry_slots.shape[0],),
+        (triton.cdiv(num_tokens, tokens),),
         state_cache,
         state_block_table,
         token_to_req,
@@ -38,12 +44,15 @@ def compress_insert(
         cos_sin_cache,
         cache,
         entry_slots,
+        num_tokens,
         state_cache.stride(0),
         state_block_table.stride(0),
         cache.stride(0),
         RATIO=compress_ratio,
         WINDOW=window,
         ROWS=min(8, triton.next_power_of_2(window)),
+        STAGES=1,
+        TOKENS=tokens,
         STATE_PAGE_SIZE=state_cache.shape[1],
         ROPE_DIM=cos_sin_cache.shape[1],
         EPS=eps,
@@ -55,7 +64,7 @@ def compress_insert(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _compress_insert_kernel(
     state_ptr,
     block_table_ptr,
@@ -65,12 +74,15 @@ def _compress_insert_kernel(
     cos_sin_ptr,
     cache_ptr,
     entry_slots_ptr,
+    num_tokens,
     stride_state_page,
     stride_block_table,
     stride_page,
     RATIO: tl.constexpr,
     WINDOW: tl.constexpr,
     ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    TOKENS: tl.constexpr,
     STATE_PAGE_SIZE: tl.constexpr,
     ROPE_DIM: tl.constexpr,
     EPS: tl.constexpr,
@@ -82,28 +94,29 @@ def _compress_insert_kernel(
     DIM: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """One program: one token, and nothing where it completes no window."""
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(entry_slots_ptr + token)
-    position = tl.load(positions_ptr + token)
-    request = tl.load(token_to_req_ptr + token).to(tl.int64)
-    if slot >= 0:
-        block_table_ptr += request * stride_block_table
-        pooled = _pool_window(state_ptr, block_table_ptr, position, stride_state_page, RATIO, WINDOW, ROWS, STATE_PAGE_SIZE, DIM, BLOCK)
-        between: tl.constexpr = DTYPE if OFFICIAL else tl.float32
-        pooled = pooled.to(between).to(tl.float32)
-        column = tl.arange(0, BLOCK)
-        weight = tl.load(norm_weight_ptr + column, mask=column < DIM, other=0.0).to(tl.float32)
-        normed = (pooled * tl.rsqrt(tl.sum(pooled * pooled) / DIM + EPS) * weight).to(between).to(tl.float32)
-        first = position // RATIO * RATIO
-        cos, sin = load_cos_sin(cos_sin_ptr, first, tl.arange(0, BLOCK // 2), (DIM - ROPE_DIM) // 2, ROPE_DIM // 2)
-        even, odd = tl.split(normed.reshape(BLOCK // 2, 2))
-        even, odd = rotate(even, odd, cos, sin)
-        even, odd = even.to(DTYPE).to(tl.float32), odd.to(DTYPE).to(tl.float32)
-        if FORMAT == INDEXER_MXFP4_BYTES:
-            x = hadamard(tl.interleave(even, odd)).to(DTYPE).to(tl.float32)
-            even, odd = tl.split(x.reshape(BLOCK // 2, 2))
-        store_entry(cache_ptr, stride_page, slot, even, odd, FORMAT, PAGE_SIZE, DIM, HW_FP8)
+    """One program: ``TOKENS`` tokens one by one, and nothing where they complete no window."""
+    first_token = tl.program_id(0).to(tl.int64) * TOKENS
+    for token in range(first_token, tl.minimum(first_token + TOKENS, num_tokens)):
+        slot = tl.load(entry_slots_ptr + token)
+        position = tl.load(positions_ptr + token)
+        request = tl.load(token_to_req_ptr + token).to(tl.int64)
+        if slot >= 0:
+            between: tl.constexpr = DTYPE if OFFICIAL else tl.float32
+            column = tl.arange(0, BLOCK)
+            weight = tl.load(norm_weight_ptr + column, mask=column < DIM, other=0.0).to(tl.float32)
+            start = position // RATIO * RATIO
+            cos, sin = load_cos_sin(cos_sin_ptr, start, tl.arange(0, BLOCK // 2), (DIM - ROPE_DIM) // 2, ROPE_DIM // 2)
+            table = block_table_ptr + request * stride_block_table
+            pooled = _pool_window(state_ptr, table, position, stride_state_page, RATIO, WINDOW, ROWS, STAGES, STATE_PAGE_SIZE, DIM, BLOCK)
+            pooled = pooled.to(between).to(tl.float32)
+            normed = (pooled * tl.rsqrt(tl.sum(pooled * pooled) / DIM + EPS) * weight).to(between).to(tl.float32)
+            even, odd = tl.split(normed.reshape(BLOCK // 2, 2))
+            even, odd = rotate(even, odd, cos, sin)
+            even, odd = even.to(DTYPE).to(tl.float32), odd.to(DTYPE).to(tl.float32)
+            if FORMAT == INDEXER_MXFP4_BYTES:
+                x = hadamard(tl.interleave(even, odd)).to(DTYPE).to(tl.float32)
+                even, odd = tl.split(x.reshape(BLOCK // 2, 2))
+            store_entry(cache_ptr, stride_page, slot, even, odd, FORMAT, PAGE_SIZE, DIM, HW_FP8)
 
 
 @triton.jit
@@ -115,6 +128,7 @@ def _pool_window(
     RATIO: tl.constexpr,
     WINDOW: tl.constexpr,
     ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
     STATE_PAGE_SIZE: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -129,7 +143,7 @@ def _pool_window(
     largest = tl.full((ROWS, BLOCK), -3.0e38, tl.float32)
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     weighted = tl.zeros((ROWS, BLOCK), tl.float32)
-    for start in range(0, WINDOW, ROWS):
+    for start in tl.range(0, WINDOW, ROWS, num_stages=STAGES):
         position = last_position - (WINDOW - 1) + start + row
         present = (position >= 0) & (start + row < WINDOW)
         block = tl.load(block_table_ptr + position // STATE_PAGE_SIZE, mask=present, other=0).to(tl.int64)

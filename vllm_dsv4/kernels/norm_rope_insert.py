@@ -34,7 +34,7 @@ def norm_rope_insert(
         raise ValueError(f"norm_rope_insert: cache must hold entries of {head_dim} values, got {options['DIM']}")
     launch(
         _norm_rope_insert_kernel,
-        (triton.cdiv(num_heads, _HEADS) + 1, num_tokens),
+        (num_tokens * (1 + triton.cdiv(num_heads, _HEADS)),),
         q,
         kv,
         kv_norm_weight,
@@ -85,8 +85,9 @@ def _norm_rope_insert_kernel(
     DTYPE: tl.constexpr,
 ):
     """One program: ``HEADS`` queries of one token; the first of each token: its KV vector."""
-    group = tl.program_id(0)
-    token = tl.program_id(1).to(tl.int64)
+    PROGRAMS: tl.constexpr = 1 + (NUM_HEADS + HEADS - 1) // HEADS
+    token = (tl.program_id(0) // PROGRAMS).to(tl.int64)
+    group = tl.program_id(0) % PROGRAMS
     position = tl.load(positions_ptr + token)
     pair = tl.arange(0, BLOCK // 2)
     cos, sin = load_cos_sin(cos_sin_ptr, position, pair, (DIM - ROPE_DIM) // 2, ROPE_DIM // 2)
