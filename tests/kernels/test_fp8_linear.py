@@ -8,6 +8,7 @@ import torch
 from tolerances import assert_independent_of_batch, assert_matches
 
 from vllm_dsv4 import ops
+from vllm_dsv4.kernels._launch import assume_capability
 
 
 def quantise(x: torch.Tensor) -> torch.Tensor:
@@ -37,7 +38,9 @@ def make_weight(num_out: int, size: int, generator: torch.Generator, power_of_tw
 
 
 @pytest.mark.parametrize("power_of_two", [True, False], ids=["ue8m0", "float32"])
-@pytest.mark.parametrize("shape", [(7, 256, 384), (1, 128, 128), (3, 200, 130), (0, 256, 128)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(7, 256, 384), (1, 128, 128), (3, 200, 130), (0, 256, 128), (9, 2048, 192), (70, 1024, 72), (300, 200, 160)], ids=str
+)
 def test_formula(shape: tuple[int, int, int], power_of_two: bool, generator: torch.Generator, device: torch.device) -> None:
     num_tokens, size, num_out = shape
     magnitude = (torch.rand(num_tokens, 1, generator=generator) * 30 - 18).exp2()
@@ -61,3 +64,14 @@ def test_does_not_depend_on_the_batch(generator: torch.Generator, device: torch.
     x = torch.randn(65, 200, generator=generator).bfloat16().to(device)
     weight, weight_sf = (tensor.to(device) for tensor in make_weight(130, 200, generator, False))
     assert_independent_of_batch(lambda rows: ops.fp8_linear(x[rows], weight, weight_sf), 65)
+
+
+@pytest.mark.parametrize("shape", [(1, 512, 200), (9, 2048, 192), (70, 200, 72), (300, 200, 160)], ids=str)
+def test_without_fp8_hardware(shape: tuple[int, int, int], generator: torch.Generator, device: torch.device) -> None:
+    """As on the oldest GPUs, which convert FP8 by integer arithmetic and multiply float16."""
+    num_tokens, size, num_out = shape
+    x = torch.randn(num_tokens, size, generator=generator).bfloat16()
+    weight, weight_sf = make_weight(num_out, size, generator, False)
+    with assume_capability((8, 0)):
+        out = ops.fp8_linear(x.to(device), weight.to(device), weight_sf.to(device))
+    assert_matches(out, quantise(x) @ widen(weight, weight_sf).T)

@@ -16,9 +16,9 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, weight_sf: torch.Tenso
     if num_tokens == 1:
         _product.one_token(x, weight, weight_sf, out, quantize=False)
     elif num_tokens <= 64:
-        _product.tiled(x, None, weight, weight_sf, out, Tile(16 if num_tokens <= 16 else 64, 32, 128, 4, 3))
+        _product.tiled(x, None, weight, weight_sf, out, Tile(16 if num_tokens <= 16 else 64, 64, 128, 4, 4))
     else:
         if weight_sf is not None:
-            weight = _product.dequantize(weight, weight_sf)
+            weight = _product.widen(weight, weight_sf, x.dtype)
         torch.bmm(x.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
     return out
