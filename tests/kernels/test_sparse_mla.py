@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
 from tolerances import LargestTensor, assert_independent_of_batch, assert_matches, is_kernel_output
 
 from vllm_dsv4 import ops
+from vllm_dsv4.kernels._launch import assume_capability
 from vllm_dsv4.reference.numerics import gather_entries, row_tiles, scatter_entries
 
 MakeCache = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -172,6 +174,35 @@ def test_does_not_depend_on_the_batch(make_cache: MakeCache, generator: torch.Ge
         ),
         40,
     )
+
+
+@pytest.mark.parametrize("capability", [None, (8, 0)], ids=["native", "sm80"])
+def test_queries_of_a_merged_product(
+    capability: tuple[int, int] | None, make_cache: MakeCache, generator: torch.Generator, device: torch.device
+) -> None:
+    """Rows of q are wider than its heads; what older GPUs run gives the same."""
+    window_cache, window_values = fill(make_cache, 2, 128, torch.uint8, generator)
+    entry_cache, entry_values = fill(make_cache, 3, 64, torch.uint8, generator)
+    q = (torch.randn(4, 65, 512, generator=generator) * 2).bfloat16().to(device)[:, :64]
+    sink = torch.randn(64, generator=generator)
+    window_slots = torch.randint(0, len(window_values), (4, 128), generator=generator, dtype=torch.int32)
+    entry_slots = random_slots(4, 150, len(entry_values), generator)
+    with nullcontext() if capability is None else assume_capability(capability):
+        out = ops.sparse_mla(
+            q,
+            window_cache,
+            window_slots.to(device),
+            sink.to(device),
+            512**-0.5,
+            entry_cache=entry_cache,
+            entry_slots=entry_slots.to(device),
+        )
+    exact = []
+    for token in range(4):
+        keys = list(window_values[window_slots[token].long()])
+        keys += [entry_values[slot] for slot in entry_slots[token] if slot >= 0]
+        exact.append(by_hand(q[token].cpu(), keys, sink, 512**-0.5))
+    assert_matches(out, torch.stack(exact))
 
 
 def test_a_hundred_thousand_entries(make_cache: MakeCache, device: torch.device) -> None:
