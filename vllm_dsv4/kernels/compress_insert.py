@@ -154,12 +154,14 @@ def _pool_window(
         mask = present[:, None] & (column < DIM)
         kv = tl.load(pointer, mask=mask, other=0.0)
         gate = tl.load(pointer + WIDTH, mask=mask, other=float("-inf"))
-        grown = tl.maximum(largest, gate)
-        rescale = tl.exp(largest - grown)
-        weight = tl.exp(gate - grown)
+        # Either what was summed so far is rescaled, or the row's weight is not 1: one exponential serves both.
+        larger = gate > largest
+        factor = tl.exp(-tl.abs(gate - largest))
+        rescale = tl.where(larger, factor, 1.0)
+        weight = tl.where(larger, 1.0, factor)
         total = total * rescale + weight
         weighted = weighted * rescale + weight * kv
-        largest = grown
+        largest = tl.maximum(largest, gate)
     share = tl.exp(largest - tl.max(largest, axis=0)[None, :])
     total = tl.sum(total * share, axis=0)
     # Only padding beyond DIM has no row at all.
