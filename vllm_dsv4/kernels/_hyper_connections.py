@@ -27,6 +27,7 @@ class Tile:
     block_d: int
     num_blocks: int
     num_warps: int
+    num_stages: int = 1
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,10 @@ def _tile(num_tokens: int, dtype: torch.dtype) -> Tile:
     if num_tokens <= 64:
         return Tile(16, 32, 1, 4)
     return Tile(16, 64, 4, 4) if num_tokens <= 1024 else Tile(32, 64, 16, 4)
+
+
+def _mix_warps(num_tokens: int, block_d: int) -> int:
+    return min(8, max(1, block_d // 512))
 
 
 def mix(
@@ -108,7 +113,7 @@ def mix(
             BLOCK_T=tile.block_t,
             NUM_BLOCKS=tile.num_blocks,
             DOT_DTYPE=dot_dtype(device),
-            num_stages=1,
+            num_stages=tile.num_stages,
         )
     streams = streams if merged is None else merged
     out = torch.empty(num_tokens, width, dtype=streams.dtype, device=device)
@@ -147,7 +152,7 @@ def mix(
         SINKHORN_ITERS=sinkhorn_iters,
         BLOCK_D=block,
         BLOCK_T=weight_tokens,
-        num_warps=min(8, max(1, block // 512)),
+        num_warps=_mix_warps(num_tokens, block),
     )
     return Mixed(streams, out, post, comb)
 
@@ -311,15 +316,17 @@ def _mix_kernel(
         column = tl.arange(0, BLOCK_D)
         mask = column < D
         streams = load_streams(streams_ptr + token * stride_token + column, stride_stream, mask, M)
+        # One sum over the splits for all that is needed: the logits, and at place M the sum of squares.
         split = tl.arange(0, SPLITS_P)
-        partials = partials_ptr + (split.to(tl.int64) * num_tokens + token) * ROWS_P
-        is_split = split < NUM_SPLITS
-        inverse = _inverse_rms(tl.sum(tl.load(partials + SQUARES, mask=is_split, other=0.0)), M * D, RMS_EPS)
-        scale = tl.load(scale_ptr)
+        place = tl.arange(0, 2 * M_P)
+        partials = partials_ptr + (split.to(tl.int64) * num_tokens + token)[:, None] * ROWS_P + tl.where(place < M, place, SQUARES)[None, :]
+        sums = tl.sum(tl.load(partials, mask=(split < NUM_SPLITS)[:, None] & (place <= M)[None, :], other=0.0), 0)
+        inverse = _inverse_rms(tl.sum(tl.where(place == M, sums, 0.0)), M * D, RMS_EPS)
+        base = tl.load(base_ptr + place, mask=place < M, other=0.0)
+        pre = tl.sigmoid(tl.load(scale_ptr) * (sums * inverse) + base) + HC_EPS
         out = tl.zeros([BLOCK_D], tl.float32)
         for j in tl.static_range(M):
-            logit = tl.sum(tl.load(partials + j, mask=is_split, other=0.0)) * inverse
-            out += (tl.sigmoid(scale * logit + tl.load(base_ptr + j)) + HC_EPS) * streams[j]
+            out += tl.sum(tl.where(place == j, pre, 0.0)) * streams[j]
         out = out.to(out_ptr.dtype.element_ty)
         if norm_weight_ptr is not None:
             value = out.to(tl.float32)
@@ -328,7 +335,7 @@ def _mix_kernel(
         tl.store(out_ptr + token * D + column, out, mask=mask)
     elif SINKHORN_ITERS is not None:
         _store_weights(
-            (program - num_tokens).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T), partials_ptr, scale_ptr, base_ptr, post_ptr, comb_ptr, num_tokens,
+            program - num_tokens, partials_ptr, scale_ptr, base_ptr, post_ptr, comb_ptr, num_tokens,
             M, M_P, D, ROWS_P, SQUARES, NUM_SPLITS, SPLITS_P, RMS_EPS, HC_EPS, SINKHORN_ITERS, BLOCK_T,
         )  # fmt: skip
 
@@ -340,7 +347,7 @@ def _inverse_rms(sum_of_squares, COUNT: tl.constexpr, EPS: tl.constexpr):
 
 @triton.jit
 def _store_weights(
-    token,
+    block,
     partials_ptr,
     scale_ptr,
     base_ptr,
@@ -359,7 +366,8 @@ def _store_weights(
     SINKHORN_ITERS: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """Weights ``post`` and ``comb`` of tokens."""
+    """``post`` and ``comb`` of a block of ``BLOCK_T`` tokens."""
+    token = block.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     is_token = token < num_tokens
     split = tl.arange(0, SPLITS_P)[None, :]
     partials_ptr += (split.to(tl.int64) * num_tokens + token[:, None]) * ROWS_P
