@@ -28,6 +28,8 @@ class Tile:
     num_blocks: int
     num_warps: int
     num_stages: int = 1
+    parts_first: bool = False
+    """Whether a launch of its own writes the parts of ``fn``, which every program else makes for itself."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def _tile(num_tokens: int, dtype: torch.dtype) -> Tile:
         return Tile(1, 32, 1, 4)
     if num_tokens <= 64:
         return Tile(16, 32, 1, 4)
-    return Tile(16, 64, 4, 4) if num_tokens <= 1024 else Tile(32, 64, 16, 4)
+    return Tile(16, 32, 8, 4, 2) if num_tokens <= 1024 else Tile(32, 32, 32, 4, 3, parts_first=True)
 
 
 def _mix_warps(num_tokens: int, block_d: int) -> int:
@@ -88,12 +90,13 @@ def mix(
         x, post, comb = block_output.x, block_output.post.contiguous(), block_output.comb.contiguous()
         x = x if x.stride(1) == 1 else x.contiguous()
         merged = torch.empty(num_tokens, m, width, dtype=streams.dtype, device=device)
+    fn = _split_into_parts(fn.contiguous()) if tile.parts_first else fn.contiguous()
     arguments = (
         streams,
         x,
         post,
         comb,
-        fn.contiguous(),
+        fn,
         merged,
         partials,
         streams.stride(0),
@@ -155,6 +158,42 @@ def mix(
         num_warps=_mix_warps(num_tokens, block),
     )
     return Mixed(streams, out, post, comb)
+
+
+def _split_into_parts(fn: torch.Tensor) -> torch.Tensor:
+    """[N, K] float32 → [3, N, K] bfloat16 parts, whose sum it is."""
+    parts = torch.empty(3, *fn.shape, dtype=torch.bfloat16, device=fn.device)
+    block = 1024
+    launch(_parts_kernel, (triton.cdiv(fn.numel(), block),), fn, parts, SIZE=fn.numel(), BLOCK=block, num_warps=4)
+    return parts
+
+
+@triton.jit
+def _parts_kernel(fn_ptr, parts_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < SIZE
+    parts = _parts(tl.load(fn_ptr + index, mask=mask, other=0.0))
+    for part in tl.static_range(3):
+        tl.store(parts_ptr + part * SIZE + index, parts[part], mask=mask)
+
+
+@triton.jit
+def _parts(weight):
+    high = weight.to(tl.bfloat16)
+    rest = weight - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    return (rest - middle.to(tl.float32)).to(tl.bfloat16), middle, high
+
+
+@triton.jit
+def _load_parts(fn_ptr, offset, mask, SIZE: tl.constexpr):
+    """The parts of elements of ``fn``, smallest first, from ``fn`` or from what ``_split_into_parts`` has written."""
+    if fn_ptr.dtype.element_ty == tl.float32:
+        return _parts(tl.load(fn_ptr + offset, mask=mask, other=0.0))
+    else:
+        low = tl.load(fn_ptr + offset, mask=mask, other=0.0)
+        middle = tl.load(fn_ptr + SIZE + offset, mask=mask, other=0.0)
+        return low, middle, tl.load(fn_ptr + 2 * SIZE + offset, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -266,16 +305,10 @@ def _dot_products_kernel(
             value = streams[j].to(tl.float32)
             squares += value * value
             value = value.to(DOT_DTYPE)
-            weight = tl.load(
-                fn_ptr + row[None, :] * (M * D) + (j * D + column)[:, None], mask=(row < ROWS)[None, :] & (column < D)[:, None], other=0.0
-            )
-            high = weight.to(tl.bfloat16)
-            rest = weight - high.to(tl.float32)
-            middle = rest.to(tl.bfloat16)
-            low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-            step = tl.dot(value, low.to(DOT_DTYPE), step)
-            step = tl.dot(value, middle.to(DOT_DTYPE), step)
-            step = tl.dot(value, high.to(DOT_DTYPE), step)
+            offset = row[None, :] * (M * D) + (j * D + column)[:, None]
+            parts = _load_parts(fn_ptr, offset, (row < ROWS)[None, :] & (column < D)[:, None], ROWS * M * D)
+            for part in tl.static_range(3):
+                step = tl.dot(value, parts[part].to(DOT_DTYPE), step)
         sums += step
     sums = tl.where((row == ROWS)[None, :], tl.sum(squares, 1)[:, None], sums)
     partials = partials_ptr + (split.to(tl.int64) * num_tokens + token)[:, None] * ROWS_P + row[None, :]
