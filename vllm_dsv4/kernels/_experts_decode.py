@@ -14,12 +14,44 @@ import triton
 import triton.language as tl
 
 from vllm_dsv4.kernels._experts_prefill import _local_ids, _mma_version, _round_trip, _stored_column
-from vllm_dsv4.kernels._fp8 import fp8_scale_exponent, largest_magnitude
+from vllm_dsv4.kernels._fp8 import decode_e2m1, fp8_scale_exponent, largest_magnitude, pow2
 from vllm_dsv4.kernels._launch import dot_dtype, has_fp8, launch
-from vllm_dsv4.kernels._mxfp4 import UNDO_SHIFT, unpack_mxfp4
+from vllm_dsv4.kernels._mxfp4 import UNDO_SHIFT
 
 _MAX_PAIRS = 1024
 """Pairs that one program sorts at once."""
+_SUMMED_TOKENS = 8
+"""Of so few tokens the programs of the second product add up the experts' outputs; of more, another launch."""
+
+# A 32-bit register of eight weights and their scale -> pairs of bfloat16: weights (0, 4), (1, 5), (2, 6), (3, 7). A weight's sign
+# moves to bit 15 and its other three bits to bits 8..6: exponent and mantissa of a bfloat16 that is 2^-126 times as large,
+# subnormal for 0.5. The product with the scale makes up for that: a fused multiply-add to -0, since this instruction is on every
+# GPU with bfloat16.
+_UNPACK = tl.constexpr("""
+{
+    .reg .b32 s, t, zero;
+    mov.b32 zero, 0x80008000;
+    shl.b32 s, $4, 12;
+    shl.b32 t, $4, 6;
+    and.b32 t, t, 0x01C001C0;
+    lop3.b32 t, s, 0x80008000, t, 0xEA;
+    fma.rn.bf16x2 $0, t, $5, zero;
+    shl.b32 s, $4, 8;
+    shl.b32 t, $4, 2;
+    and.b32 t, t, 0x01C001C0;
+    lop3.b32 t, s, 0x80008000, t, 0xEA;
+    fma.rn.bf16x2 $1, t, $5, zero;
+    shl.b32 s, $4, 4;
+    shr.b32 t, $4, 2;
+    and.b32 t, t, 0x01C001C0;
+    lop3.b32 t, s, 0x80008000, t, 0xEA;
+    fma.rn.bf16x2 $2, t, $5, zero;
+    shr.b32 t, $4, 6;
+    and.b32 t, t, 0x01C001C0;
+    lop3.b32 t, $4, 0x80008000, t, 0xEA;
+    fma.rn.bf16x2 $3, t, $5, zero;
+}
+""")
 
 
 @dataclass(frozen=True)
@@ -59,20 +91,13 @@ def experts_decode(
     has_map = expert_map is not None
     local_map = topk_ids if expert_map is None else expert_map
     gate_up, down = _configs(num_tokens)
-    common = {
-        "TOPK": topk,
-        "DTYPE": dot_dtype(x.device),
-        "HW_FP8": has_fp8(x.device),
-        "MMA_VERSION": _mma_version(x.device),
-    }
-
     inputs = torch.empty(num_tokens, hidden_size, dtype=torch.bfloat16, device=x.device)
     pairs, tiles = torch.empty(2, num_pairs, dtype=torch.int32, device=x.device)
-    arrivals = torch.empty(num_pairs, intermediate // 128, dtype=torch.int32, device=x.device)
-    chunks = triton.cdiv(hidden_size, 1024)
+    num_groups, num_blocks = intermediate // 128, hidden_size // down.rows
+    arrivals = torch.empty(num_blocks + num_pairs * num_groups, dtype=torch.int32, device=x.device)
     launch(
         _prepare_kernel,
-        (num_experts + 1 + num_tokens * chunks if num_tokens else 0,),
+        (num_experts + 1 + num_tokens * triton.cdiv(hidden_size, 1024) if num_tokens else 0,),
         x,
         x.stride(0),
         topk_ids,
@@ -82,14 +107,14 @@ def experts_decode(
         tiles,
         arrivals,
         num_pairs,
+        len(arrivals),
         WIDTH=hidden_size,
         NUM_EXPERTS=num_experts,
-        NUM_GROUPS=intermediate // 128,
         HAS_MAP=has_map,
         BLOCK_M=gate_up.block_m,
         MAX_PAIRS=64 if num_pairs <= 64 else _MAX_PAIRS,
-        HW_FP8=common["HW_FP8"],
-        MMA_VERSION=common["MMA_VERSION"],
+        HW_FP8=has_fp8(x.device),
+        MMA_VERSION=_mma_version(x.device),
         num_warps=4,
     )
     weighted = torch.empty(num_pairs, intermediate, dtype=x.dtype, device=x.device)
@@ -103,43 +128,52 @@ def experts_decode(
         tiles,
         topk_weights,
         weighted,
-        arrivals,
+        arrivals[num_blocks:],
         hidden,
         K=hidden_size,
         N=intermediate,
         LIMIT=float(swiglu_limit),
-        **common,
-        **_options(gate_up, hidden_size),
+        TOPK=topk,
+        HW_FP8=has_fp8(x.device),
+        **_options(x.device, gate_up, hidden_size),
     )
     y = torch.empty(num_pairs, hidden_size, dtype=x.dtype, device=x.device)
+    out = torch.empty(num_tokens, hidden_size, dtype=torch.float32, device=x.device)
+    sums = num_tokens <= _SUMMED_TOKENS
     launch(
         _down_kernel,
-        (hidden_size // down.rows, num_pairs),
+        (num_blocks, num_pairs),
         hidden,
         *_stored(w2, w2_sf),
         pairs,
         tiles,
         y,
-        K=intermediate,
-        N=hidden_size,
-        DTYPE=common["DTYPE"],
-        MMA_VERSION=common["MMA_VERSION"],
-        **_options(down, intermediate),
-    )
-    out = torch.empty(num_tokens, hidden_size, dtype=torch.float32, device=x.device)
-    launch(
-        _sum_kernel,
-        (num_tokens, triton.cdiv(hidden_size, 512)),
-        y,
+        arrivals,
         topk_ids,
         local_map,
         out,
+        num_tokens,
+        K=intermediate,
         N=hidden_size,
         TOPK=topk,
         HAS_MAP=has_map,
-        BLOCK=512,
-        num_warps=4,
+        SUMS=sums,
+        **_options(x.device, down, intermediate),
     )
+    if not sums:
+        launch(
+            _sum_kernel,
+            (num_tokens, triton.cdiv(hidden_size, 512)),
+            y,
+            topk_ids,
+            local_map,
+            out,
+            N=hidden_size,
+            TOPK=topk,
+            HAS_MAP=has_map,
+            BLOCK=512,
+            num_warps=4,
+        )
     return out
 
 
@@ -150,8 +184,10 @@ def _configs(num_tokens: int) -> tuple[_Config, _Config]:
     return _Config(128, 16, 4, 4), _Config(128, 16, 4, 4)
 
 
-def _options(config: _Config, width: int) -> dict[str, int]:
+def _options(device: torch.device, config: _Config, width: int) -> dict[str, object]:
     return {
+        "DTYPE": dot_dtype(device),
+        "MMA_VERSION": _mma_version(device),
         "ROWS": config.rows,
         "BLOCK_M": config.block_m,
         "UNROLL": 2 if width % 256 == 0 else 1,
@@ -168,7 +204,7 @@ def _stored(weight: torch.Tensor, sf: torch.Tensor) -> tuple[torch.Tensor, int, 
     return weight, weight.stride(0), sf, sf.stride(0)
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit(do_not_specialize=["num_pairs", "num_arrivals"])
 def _prepare_kernel(
     x_ptr,
     stride_x,
@@ -179,9 +215,9 @@ def _prepare_kernel(
     tiles_ptr,
     arrivals_ptr,
     num_pairs,
+    num_arrivals,
     WIDTH: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
     HAS_MAP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     MAX_PAIRS: tl.constexpr,
@@ -192,9 +228,9 @@ def _prepare_kernel(
     program = tl.program_id(0)
     if program <= NUM_EXPERTS:
         _list_pairs(program, topk_ids_ptr, expert_map_ptr, pairs_ptr, tiles_ptr, num_pairs, NUM_EXPERTS, HAS_MAP, BLOCK_M, MAX_PAIRS)
-        for begin in range(program * 128, num_pairs * NUM_GROUPS, (NUM_EXPERTS + 1) * 128):
-            offset = begin + tl.arange(0, 128)
-            tl.store(arrivals_ptr + offset, tl.zeros_like(offset), mask=offset < num_pairs * NUM_GROUPS)
+        for begin in range(program * 128, num_arrivals, (NUM_EXPERTS + 1) * 128):
+            index = begin + tl.arange(0, 128)
+            tl.store(arrivals_ptr + index, tl.zeros((128,), tl.int32), mask=index < num_arrivals)
     else:
         CHUNKS: tl.constexpr = (WIDTH + 1023) // 1024
         token = ((program - NUM_EXPERTS - 1) // CHUNKS).to(tl.int64)
@@ -234,9 +270,41 @@ def _quantize_groups(x_ptr, out_ptr, group, mask, HW_FP8: tl.constexpr, MMA_VERS
     """What is left of groups of 128 columns (in ``x_ptr`` + 128 ``group``, both [N, 1]) after quantisation, in the order in which
     they meet MXFP4 weights."""
     position = tl.arange(0, 128)[None, :]
-    x = tl.load(x_ptr + group * 128 + _stored_column(position, MMA_VERSION), mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+    x = tl.load(x_ptr + group * 128 + _column(position, MMA_VERSION), mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
     exponent = fp8_scale_exponent(largest_magnitude(x, 1))[:, None]
     tl.store(out_ptr + group * 128 + position, _round_trip(x, exponent, HW_FP8).to(tl.bfloat16), mask=mask)
+
+
+@triton.jit
+def _column(position, MMA_VERSION: tl.constexpr):
+    """Which column of a group of 128 stands at ``position`` of an activation: columns go in pairs as ``_unpack`` gives them."""
+    byte = _stored_column(position, MMA_VERSION) // 2
+    return byte // 4 * 8 + position // 64 * 2 + byte // 2 % 2 + byte % 2 * 4
+
+
+@triton.jit
+def _unpack(packed, sf, DTYPE: tl.constexpr):
+    """Packed E2M1 uint8 [N, K/2] and E8M0 bytes (int32) [N, K/32] → columns 0, 4, 1, 5 and 2, 6, 3, 7 of each eight, [N, K/2]
+    DTYPE each, times 2^-64.
+
+    As in ``unpack_mxfp4``, the shift keeps both factors of a weight in bfloat16's range.
+    """
+    ROWS: tl.constexpr = packed.shape[0]
+    BYTES: tl.constexpr = packed.shape[1]
+    exponent = tl.minimum(sf + 62, 255)
+    if tl.bfloat16 == DTYPE:
+        scale = (exponent << 7).to(tl.uint16)
+        scale = tl.broadcast_to(scale[:, :, None], (ROWS, BYTES // 16, 16)).reshape(ROWS, BYTES)
+        low, high = tl.inline_asm_elementwise(_UNPACK, "=r,=r,=r,=r,r,r,r", [packed, scale], (tl.bfloat16, tl.bfloat16), True, 4)
+    else:
+        scale = tl.broadcast_to(pow2(exponent - 127)[:, :, None], (ROWS, BYTES // 16, 16)).reshape(ROWS, BYTES)
+        place = tl.arange(0, 4)[None, None, :]
+        eight = tl.sum(packed.reshape(ROWS, BYTES // 4, 4).to(tl.uint32) << (place * 8), 2)[:, :, None]
+        first = (place // 2 + place % 2 * 4) * 4
+        low = decode_e2m1((eight >> first) & 15).reshape(ROWS, BYTES).to(tl.float32)
+        high = decode_e2m1((eight >> (first + 8)) & 15).reshape(ROWS, BYTES).to(tl.float32)
+        low, high = (low * 2.0**-126 * scale).to(DTYPE), (high * 2.0**-126 * scale).to(DTYPE)
+    return low, high
 
 
 @triton.jit
@@ -251,7 +319,7 @@ def _tile_rows(ROWS: tl.constexpr, NUM_WARPS: tl.constexpr):
 
 @triton.jit
 def _as_operand(weight, ROWS: tl.constexpr, MMA_VERSION: tl.constexpr, NUM_WARPS: tl.constexpr):
-    """Unpacked [ROWS, 64], rows as of ``_tile_rows`` → rows in order, columns as of ``_stored_column``. No data moves: every
+    """Unpacked [ROWS, 64], rows as of ``_tile_rows`` → rows in order, columns as of ``_column``. No data moves: every
     thread already holds its part."""
     weight = weight.reshape(ROWS // (16 * NUM_WARPS), 2, NUM_WARPS, 8, 4, 4, 2, 2)
     if MMA_VERSION == 3:
@@ -285,7 +353,7 @@ def _product(
             group = step * UNROLL + part
             packed = tl.load(w_rows[:, None] + group * 64 + byte)
             group_sf = (sf >> (32 * part)).to(tl.int32)
-            low, high = unpack_mxfp4(packed, (group_sf[:, None] >> (block * 8)) & 255, DTYPE)
+            low, high = _unpack(packed, (group_sf[:, None] >> (block * 8)) & 255, DTYPE)
             low = _as_operand(low, ROWS, MMA_VERSION, NUM_WARPS)
             high = _as_operand(high, ROWS, MMA_VERSION, NUM_WARPS)
             if MMA_VERSION == 5:  # one product, as Triton copies a sum that two products of a step add to
@@ -362,7 +430,7 @@ def _gate_up_kernel(
         _quantize_groups(weighted_ptr, hidden_ptr, group_rows, mask[:, None], HW_FP8, MMA_VERSION)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _down_kernel(
     x_ptr,
     w_ptr,
@@ -372,8 +440,16 @@ def _down_kernel(
     pairs_ptr,
     tiles_ptr,
     y_ptr,
+    arrivals_ptr,
+    topk_ids_ptr,
+    expert_map_ptr,
+    out_ptr,
+    num_tokens,
     K: tl.constexpr,
     N: tl.constexpr,
+    TOPK: tl.constexpr,
+    HAS_MAP: tl.constexpr,
+    SUMS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     UNROLL: tl.constexpr,
@@ -382,22 +458,51 @@ def _down_kernel(
     NUM_WARPS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One program: ROWS columns of what an expert gives for the pairs of a tile, each stored at its pair's row of y."""
+    """One program: ROWS columns of what an expert gives for the pairs of a tile, each stored at its pair's row of y. With SUMS
+    the last program of these columns, of all tiles or places without one, sums them."""
+    block = tl.program_id(0)
     first = tl.program_id(1)
     tile = tl.load(tiles_ptr + first)
     expert, size = (tile // 256).to(tl.int64), tile % 256
-    if size == 0:
-        return
-    row = tl.program_id(0) * ROWS + _tile_rows(ROWS, NUM_WARPS)
-    w_rows = w_ptr + expert * stride_w + row * (K // 2)
-    sf_rows = sf_ptr + expert * stride_sf + row * (K // (128 * UNROLL))
-    offset = tl.arange(0, BLOCK_M)
-    mask = offset < size
-    x_rows = x_ptr + (first + offset) * K
-    acc = _product(x_rows, mask, w_rows, sf_rows, K, ROWS, BLOCK_M, UNROLL, DTYPE, MMA_VERSION, NUM_WARPS, STAGES)
-    pair = tl.load(pairs_ptr + first + offset, mask=mask, other=0)
-    column = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    tl.store(y_ptr + pair[None, :] * N + column[:, None], acc.to(y_ptr.dtype.element_ty), mask=mask[None, :])
+    if size > 0:
+        row = block * ROWS + _tile_rows(ROWS, NUM_WARPS)
+        w_rows = w_ptr + expert * stride_w + row * (K // 2)
+        sf_rows = sf_ptr + expert * stride_sf + row * (K // (128 * UNROLL))
+        offset = tl.arange(0, BLOCK_M)
+        mask = offset < size
+        x_rows = x_ptr + (first + offset) * K
+        acc = _product(x_rows, mask, w_rows, sf_rows, K, ROWS, BLOCK_M, UNROLL, DTYPE, MMA_VERSION, NUM_WARPS, STAGES)
+        pair = tl.load(pairs_ptr + first + offset, mask=mask, other=0)
+        column = block * ROWS + tl.arange(0, ROWS)
+        tl.store(y_ptr + pair[None, :] * N + column[:, None], acc.to(y_ptr.dtype.element_ty), mask=mask[None, :])
+    if SUMS:
+        tl.debug_barrier()  # all of the program's columns are stored before it counts as arrived
+        if tl.atomic_add(arrivals_ptr + block, 1, sem="acq_rel") == tl.num_programs(1) - 1:
+            for token in range(num_tokens):
+                _sum_token(y_ptr, topk_ids_ptr, expert_map_ptr, out_ptr, token, block, N, TOPK, HAS_MAP, ROWS)
+
+
+@triton.jit
+def _sum_token(
+    y_ptr,
+    topk_ids_ptr,
+    expert_map_ptr,
+    out_ptr,
+    token,
+    block,
+    N: tl.constexpr,
+    TOPK: tl.constexpr,
+    HAS_MAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """BLOCK columns of one token, summed over its experts on this rank, always in the same order."""
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    choice = tl.arange(0, triton.next_power_of_2(TOPK))
+    pair = token * TOPK + choice
+    here = _local_ids(topk_ids_ptr, expert_map_ptr, pair, choice < TOPK, HAS_MAP) >= 0
+    mask = here[:, None] & (column < N)[None, :]
+    y = tl.load(y_ptr + pair[:, None] * N + column[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+    tl.store(out_ptr + token * N + column, tl.sum(y.to(tl.float32), 0), mask=column < N)
 
 
 @triton.jit
@@ -411,12 +516,5 @@ def _sum_kernel(
     HAS_MAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program: BLOCK columns of one token, summed over its experts on this rank, always in the same order."""
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    choice = tl.arange(0, triton.next_power_of_2(TOPK))
-    pair = token * TOPK + choice
-    here = _local_ids(topk_ids_ptr, expert_map_ptr, pair, choice < TOPK, HAS_MAP) >= 0
-    mask = here[:, None] & (column < N)[None, :]
-    y = tl.load(y_ptr + pair[:, None] * N + column[None, :], mask=mask, other=0.0)
-    tl.store(out_ptr + token * N + column, tl.sum(y.to(tl.float32), 0), mask=column < N)
+    """One program: BLOCK columns of one token."""
+    _sum_token(y_ptr, topk_ids_ptr, expert_map_ptr, out_ptr, tl.program_id(0), tl.program_id(1), N, TOPK, HAS_MAP, BLOCK)
