@@ -15,13 +15,13 @@ import triton.language as tl
 
 from vllm_dsv4.kernels._experts_prefill import _local_ids, _mma_version, _round_trip, _stored_column
 from vllm_dsv4.kernels._fp8 import decode_e2m1, fp8_scale_exponent, largest_magnitude, pow2
-from vllm_dsv4.kernels._launch import dot_dtype, has_fp8, launch
+from vllm_dsv4.kernels._launch import capability, dot_dtype, has_fp8, launch
 from vllm_dsv4.kernels._mxfp4 import UNDO_SHIFT
 
 _MAX_PAIRS = 1024
 """Pairs that one program sorts at once."""
-_SUMMED_TOKENS = 8
-"""Of so few tokens the programs of the second product add up the experts' outputs; of more, another launch."""
+_FEW_TOKENS = 8
+"""Of so few the programs of the second product add up the experts' outputs; of more, another launch."""
 
 # A 32-bit register of eight weights and their scale -> pairs of bfloat16: weights (0, 4), (1, 5), (2, 6), (3, 7). A weight's sign
 # moves to bit 15 and its other three bits to bits 8..6: exponent and mantissa of a bfloat16 that is 2^-126 times as large,
@@ -92,7 +92,7 @@ def experts_decode(
     local_map = topk_ids if expert_map is None else expert_map
     gate_up, down = _configs(num_tokens)
     inputs = torch.empty(num_tokens, hidden_size, dtype=torch.bfloat16, device=x.device)
-    pairs, tiles = torch.empty(2, num_pairs, dtype=torch.int32, device=x.device)
+    pairs, tiles = (torch.empty(num_pairs, dtype=torch.int32, device=x.device) for _ in range(2))
     num_groups, num_blocks = intermediate // 128, hidden_size // down.rows
     arrivals = torch.empty(num_blocks + num_pairs * num_groups, dtype=torch.int32, device=x.device)
     launch(
@@ -112,7 +112,7 @@ def experts_decode(
         NUM_EXPERTS=num_experts,
         HAS_MAP=has_map,
         BLOCK_M=gate_up.block_m,
-        MAX_PAIRS=64 if num_pairs <= 64 else _MAX_PAIRS,
+        MAX_PAIRS=64 if num_tokens <= _FEW_TOKENS and num_pairs <= 64 else _MAX_PAIRS,
         HW_FP8=has_fp8(x.device),
         MMA_VERSION=_mma_version(x.device),
         num_warps=4,
@@ -139,7 +139,7 @@ def experts_decode(
     )
     y = torch.empty(num_pairs, hidden_size, dtype=x.dtype, device=x.device)
     out = torch.empty(num_tokens, hidden_size, dtype=torch.float32, device=x.device)
-    sums = num_tokens <= _SUMMED_TOKENS
+    sums = num_tokens <= _FEW_TOKENS
     launch(
         _down_kernel,
         (num_blocks, num_pairs),
@@ -172,6 +172,7 @@ def experts_decode(
             TOPK=topk,
             HAS_MAP=has_map,
             BLOCK=512,
+            **_overlap(x.device),
             num_warps=4,
         )
     return out
@@ -193,9 +194,15 @@ def _options(device: torch.device, config: _Config, width: int) -> dict[str, obj
         "UNROLL": 2 if width % 256 == 0 else 1,
         "NUM_WARPS": config.num_warps,
         "STAGES": config.num_stages,
+        **_overlap(device),
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }
+
+
+def _overlap(device: torch.device) -> dict[str, bool]:
+    """Options of a launch that may begin before the one that it follows has ended, on GPUs that can."""
+    return {"OVERLAPS": True, "launch_pdl": True} if capability(device) >= (9, 0) else {"OVERLAPS": False}
 
 
 def _stored(weight: torch.Tensor, sf: torch.Tensor) -> tuple[torch.Tensor, int, torch.Tensor, int]:
@@ -308,6 +315,14 @@ def _unpack(packed, sf, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _await_inputs(OVERLAPS: tl.constexpr):
+    """Waits for the launch before this one, and lets the one after it begin when all programs are here."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def _tile_rows(ROWS: tl.constexpr, NUM_WARPS: tl.constexpr):
     """Rows of a weight in the order in which threads load them: [..., 2, warps, 8], where the tensor core's order, which
     ``_as_operand`` restores, is [..., warps, 2, 8]."""
@@ -392,9 +407,11 @@ def _gate_up_kernel(
     MMA_VERSION: tl.constexpr,
     NUM_WARPS: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """One program: ROWS / 2 columns of the weighted activation for the pairs of a tile; the last of a group of 128 columns
     quantises it."""
+    _await_inputs(OVERLAPS)
     COLUMNS: tl.constexpr = ROWS // 2
     first = tl.program_id(1)
     tile = tl.load(tiles_ptr + first)
@@ -457,9 +474,11 @@ def _down_kernel(
     MMA_VERSION: tl.constexpr,
     NUM_WARPS: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """One program: ROWS columns of what an expert gives for the pairs of a tile, each stored at its pair's row of y. With SUMS
     the last program of these columns, of all tiles or places without one, sums them."""
+    _await_inputs(OVERLAPS)
     block = tl.program_id(0)
     first = tl.program_id(1)
     tile = tl.load(tiles_ptr + first)
@@ -515,6 +534,8 @@ def _sum_kernel(
     TOPK: tl.constexpr,
     HAS_MAP: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """One program: BLOCK columns of one token."""
+    _await_inputs(OVERLAPS)
     _sum_token(y_ptr, topk_ids_ptr, expert_map_ptr, out_ptr, tl.program_id(0), tl.program_id(1), N, TOPK, HAS_MAP, BLOCK)
