@@ -7,6 +7,7 @@ multiprocessors; whoever finishes a group of 128 columns of the weighted activat
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -56,10 +57,11 @@ _UNPACK = tl.constexpr("""
 
 @dataclass(frozen=True)
 class _Config:
-    """Tile of a product: rows of the weight, pairs; a step of the sum is 256 columns where they divide K."""
+    """Tile of a product: rows of the weight, pairs, groups of 128 columns in a step of the sum (fewer if K is not a multiple)."""
 
     rows: int
     block_m: int
+    groups: int
     num_warps: int
     num_stages: int
 
@@ -123,7 +125,7 @@ def experts_decode(
         _gate_up_kernel,
         (2 * intermediate // gate_up.rows, num_pairs),
         inputs,
-        *_stored(w13, w13_sf),
+        *_stored(w13, w13_sf, gate_up),
         pairs,
         tiles,
         topk_weights,
@@ -144,7 +146,7 @@ def experts_decode(
         _down_kernel,
         (num_blocks, num_pairs),
         hidden,
-        *_stored(w2, w2_sf),
+        *_stored(w2, w2_sf, down),
         pairs,
         tiles,
         y,
@@ -181,8 +183,8 @@ def experts_decode(
 def _configs(num_tokens: int) -> tuple[_Config, _Config]:
     """Tiles of the two products."""
     if num_tokens <= 4:
-        return _Config(64, 16, 4, 4), _Config(64, 16, 4, 4)
-    return _Config(128, 16, 4, 4), _Config(128, 16, 4, 4)
+        return _Config(64, 16, 2, 4, 4), _Config(64, 16, 2, 4, 4)
+    return _Config(128, 16, 2, 4, 4), _Config(128, 16, 2, 4, 4)
 
 
 def _options(device: torch.device, config: _Config, width: int) -> dict[str, object]:
@@ -191,7 +193,7 @@ def _options(device: torch.device, config: _Config, width: int) -> dict[str, obj
         "MMA_VERSION": _mma_version(device),
         "ROWS": config.rows,
         "BLOCK_M": config.block_m,
-        "UNROLL": 2 if width % 256 == 0 else 1,
+        "GROUPS": math.gcd(config.groups, width // 128),
         "NUM_WARPS": config.num_warps,
         "STAGES": config.num_stages,
         **_overlap(device),
@@ -205,9 +207,9 @@ def _overlap(device: torch.device) -> dict[str, bool]:
     return {"OVERLAPS": True, "launch_pdl": True} if capability(device) >= (9, 0) else {"OVERLAPS": False}
 
 
-def _stored(weight: torch.Tensor, sf: torch.Tensor) -> tuple[torch.Tensor, int, torch.Tensor, int]:
-    """A stack of weights as a kernel takes it: bytes, scales of a step at once, and the strides between experts."""
-    sf = sf.view(torch.int64 if sf.shape[-1] % 8 == 0 else torch.int32)
+def _stored(weight: torch.Tensor, sf: torch.Tensor, config: _Config) -> tuple[torch.Tensor, int, torch.Tensor, int]:
+    """A stack of weights as a kernel takes it: bytes, scales of one or two groups at once, and the strides between experts."""
+    sf = sf.view(torch.int64 if math.gcd(config.groups, sf.shape[-1] // 4) % 2 == 0 else torch.int32)
     return weight, weight.stride(0), sf, sf.stride(0)
 
 
@@ -344,6 +346,13 @@ def _as_operand(weight, ROWS: tl.constexpr, MMA_VERSION: tl.constexpr, NUM_WARPS
 
 
 @triton.jit
+def _weight_rows(w_ptr, sf_ptr, row, K: tl.constexpr):
+    """Where rows of one expert's weight, and their scales, begin."""
+    SF_GROUPS: tl.constexpr = sf_ptr.dtype.element_ty.primitive_bitwidth // 32
+    return w_ptr + row * (K // 2), sf_ptr + row * (K // 128 // SF_GROUPS)
+
+
+@triton.jit
 def _product(
     x_rows,
     mask,
@@ -352,7 +361,7 @@ def _product(
     K: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    UNROLL: tl.constexpr,
+    GROUPS: tl.constexpr,
     DTYPE: tl.constexpr,
     MMA_VERSION: tl.constexpr,
     NUM_WARPS: tl.constexpr,
@@ -362,12 +371,14 @@ def _product(
     acc = tl.zeros((ROWS, BLOCK_M), tl.float32)
     byte = tl.arange(0, 64)[None, :]
     block = tl.arange(0, 4)[None, :]
-    for step in tl.range(0, K // (128 * UNROLL), num_stages=STAGES):
-        sf = tl.load(sf_rows + step)
-        for part in tl.static_range(UNROLL):
-            group = step * UNROLL + part
+    SF_GROUPS: tl.constexpr = sf_rows.dtype.element_ty.primitive_bitwidth // 32
+    for step in tl.range(0, K // (128 * GROUPS), num_stages=STAGES):
+        for part in tl.static_range(GROUPS):
+            group = step * GROUPS + part
+            if part % SF_GROUPS == 0:
+                sf = tl.load(sf_rows + group // SF_GROUPS)
+            group_sf = (sf >> (part % SF_GROUPS * 32)).to(tl.int32)
             packed = tl.load(w_rows[:, None] + group * 64 + byte)
-            group_sf = (sf >> (32 * part)).to(tl.int32)
             low, high = _unpack(packed, (group_sf[:, None] >> (block * 8)) & 255, DTYPE)
             low = _as_operand(low, ROWS, MMA_VERSION, NUM_WARPS)
             high = _as_operand(high, ROWS, MMA_VERSION, NUM_WARPS)
@@ -401,7 +412,7 @@ def _gate_up_kernel(
     TOPK: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    UNROLL: tl.constexpr,
+    GROUPS: tl.constexpr,
     DTYPE: tl.constexpr,
     HW_FP8: tl.constexpr,
     MMA_VERSION: tl.constexpr,
@@ -421,13 +432,12 @@ def _gate_up_kernel(
     # Rows of w1 and w3 alternate by eights, so that a thread holds a column's gate and up.
     order = _tile_rows(ROWS, NUM_WARPS)
     row = tl.program_id(0) * COLUMNS + order // 16 * 8 + order % 8 + order // 8 % 2 * N
-    w_rows = w_ptr + expert * stride_w + row * (K // 2)
-    sf_rows = sf_ptr + expert * stride_sf + row * (K // (128 * UNROLL))
+    w_rows, sf_rows = _weight_rows(w_ptr + expert * stride_w, sf_ptr + expert * stride_sf, row, K)
     offset = tl.arange(0, BLOCK_M)
     mask = offset < size
     pair = tl.load(pairs_ptr + first + offset, mask=mask, other=0)
     x_rows = x_ptr + pair // TOPK * K
-    acc = _product(x_rows, mask, w_rows, sf_rows, K, ROWS, BLOCK_M, UNROLL, DTYPE, MMA_VERSION, NUM_WARPS, STAGES)
+    acc = _product(x_rows, mask, w_rows, sf_rows, K, ROWS, BLOCK_M, GROUPS, DTYPE, MMA_VERSION, NUM_WARPS, STAGES)
     ROUNDED: tl.constexpr = weighted_ptr.dtype.element_ty
     acc = acc.to(ROUNDED).to(tl.float32).reshape(COLUMNS // 8, 2, 8, BLOCK_M).permute(0, 2, 3, 1)
     gate, up = acc.reshape(COLUMNS, BLOCK_M, 2).split()
@@ -469,7 +479,7 @@ def _down_kernel(
     SUMS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    UNROLL: tl.constexpr,
+    GROUPS: tl.constexpr,
     DTYPE: tl.constexpr,
     MMA_VERSION: tl.constexpr,
     NUM_WARPS: tl.constexpr,
@@ -485,12 +495,11 @@ def _down_kernel(
     expert, size = (tile // 256).to(tl.int64), tile % 256
     if size > 0:
         row = block * ROWS + _tile_rows(ROWS, NUM_WARPS)
-        w_rows = w_ptr + expert * stride_w + row * (K // 2)
-        sf_rows = sf_ptr + expert * stride_sf + row * (K // (128 * UNROLL))
+        w_rows, sf_rows = _weight_rows(w_ptr + expert * stride_w, sf_ptr + expert * stride_sf, row, K)
         offset = tl.arange(0, BLOCK_M)
         mask = offset < size
         x_rows = x_ptr + (first + offset) * K
-        acc = _product(x_rows, mask, w_rows, sf_rows, K, ROWS, BLOCK_M, UNROLL, DTYPE, MMA_VERSION, NUM_WARPS, STAGES)
+        acc = _product(x_rows, mask, w_rows, sf_rows, K, ROWS, BLOCK_M, GROUPS, DTYPE, MMA_VERSION, NUM_WARPS, STAGES)
         pair = tl.load(pairs_ptr + first + offset, mask=mask, other=0)
         column = block * ROWS + tl.arange(0, ROWS)
         tl.store(y_ptr + pair[None, :] * N + column[:, None], acc.to(y_ptr.dtype.element_ty), mask=mask[None, :])
