@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from vllm_dsv4.kernels._fp8 import decode_e4m3, fp8_scale_exponent, largest_magnitude, pow2, quantize_e4m3
-from vllm_dsv4.kernels._launch import has_fp8, launch, num_sms
+from vllm_dsv4.kernels._launch import capability, has_fp8, launch, num_sms
 
 GROUP = 128
 """Columns of an activation's scale; rows and columns of a weight's scale."""
@@ -137,6 +137,7 @@ def quantize(x: torch.Tensor, dtype: torch.dtype, num_counters: int = 0) -> tupl
         num_counters,
         K=size_k,
         HW_FP8=has_fp8(x.device),
+        OVERLAPS=_overlaps(x.device),
         BLOCKS=blocks,
         num_warps=4,
     )
@@ -145,9 +146,20 @@ def quantize(x: torch.Tensor, dtype: torch.dtype, num_counters: int = 0) -> tupl
 
 @triton.jit(do_not_specialize=["num_counters"])
 def _quantize_kernel(
-    x_ptr, q_ptr, sf_ptr, counters_ptr, stride_x, num_counters, K: tl.constexpr, HW_FP8: tl.constexpr, BLOCKS: tl.constexpr
+    x_ptr,
+    q_ptr,
+    sf_ptr,
+    counters_ptr,
+    stride_x,
+    num_counters,
+    K: tl.constexpr,
+    HW_FP8: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
     """One program: ``BLOCKS`` groups of 128 columns of one token."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
     NUM_BLOCKS: tl.constexpr = (K + 127) // 128
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
@@ -189,6 +201,7 @@ def tiled(
     """
     num_tokens = x.shape[0]
     num_groups, size_n, size_k = weight.shape
+    overlaps = x_sf is not None and _overlaps(x.device)  # with ``quantize``
     partial = torch.empty(splits, *out.shape, dtype=torch.float32, device=x.device) if splits > 1 else None
     launch(
         _tile_kernel,
@@ -209,12 +222,19 @@ def tiled(
         SPLITS=splits,
         DTYPE=_dot_dtype(x),
         HW_FP8=has_fp8(x.device),
+        OVERLAPS=overlaps,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        **({"launch_pdl": True} if overlaps else {}),
     )
+
+
+def _overlaps(device: torch.device) -> bool:
+    """Whether a kernel may start before the one it depends on has ended."""
+    return capability(device) >= (9, 0)
 
 
 def _dot_dtype(x: torch.Tensor) -> tl.dtype:
@@ -242,6 +262,7 @@ def _tile_kernel(
     SPLITS: tl.constexpr,
     DTYPE: tl.constexpr,
     HW_FP8: tl.constexpr,
+    OVERLAPS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -266,6 +287,8 @@ def _tile_kernel(
     TRANSPOSED: tl.constexpr = BLOCK_M < 64 or (w_sf_ptr is not None and x_sf_ptr is None)
     acc = tl.zeros((BLOCK_N, BLOCK_M) if TRANSPOSED else (BLOCK_M, BLOCK_N), tl.float32)
     first = split * SPLIT_K
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
     for start in range(first, tl.minimum(first + SPLIT_K, K), BLOCK_K):
         if K % BLOCK_K == 0:
             x_mask = token_mask[:, None]
@@ -313,18 +336,22 @@ def _tile_kernel(
 def _dot(x, w, acc, TRANSPOSED: tl.constexpr):
     """acc + x · wᵀ, or its transpose."""
     if TRANSPOSED:
-        return tl.dot(w, tl.trans(x), acc, input_precision="ieee")
-    return tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+        out = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
+    else:
+        out = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+    return out
 
 
 @triton.jit
 def _values(code, DTYPE: tl.constexpr, HW_FP8: tl.constexpr):
     """e4m3 codes (or their values) as ``DTYPE``."""
     if code.dtype != tl.uint8:
-        return code.to(DTYPE)
-    if tl.float8e4nv == DTYPE:
-        return code.to(tl.float8e4nv, bitcast=True)
-    return decode_e4m3(code, HW_FP8).to(DTYPE)
+        value = code.to(DTYPE)
+    elif tl.float8e4nv == DTYPE:
+        value = code.to(tl.float8e4nv, bitcast=True)
+    else:
+        value = decode_e4m3(code, HW_FP8).to(DTYPE)
+    return value
 
 
 @triton.jit
