@@ -335,11 +335,7 @@ def _tile_kernel(
 @triton.jit
 def _dot(x, w, acc, TRANSPOSED: tl.constexpr):
     """acc + x · wᵀ, or its transpose."""
-    if TRANSPOSED:
-        out = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
-    else:
-        out = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
-    return out
+    return tl.dot(w, tl.trans(x), acc, input_precision="ieee") if TRANSPOSED else tl.dot(x, tl.trans(w), acc, input_precision="ieee")
 
 
 @triton.jit
