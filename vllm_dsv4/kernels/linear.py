@@ -15,8 +15,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype | None 
         out = torch.empty(1, weight.shape[0], dtype=out_dtype, device=x.device)
         _product.one_token(x[:, None], weight[None], None, out[:, None], quantize=False)
         return out
-    if x.dtype == weight.dtype == out_dtype:
-        return torch.mm(x, weight.T)
-    if x.dtype == weight.dtype and out_dtype == torch.float32 and x.is_cuda:
-        return torch.mm(x, weight.T, out_dtype=torch.float32)
+    if x.dtype == weight.dtype and x.dtype.itemsize == 2 and x.is_cuda:
+        # With a narrow result cuBLAS may also add parts of a sum in it.
+        return torch.mm(x, weight.T, out_dtype=torch.float32).to(out_dtype)
     return torch.mm(x.float(), weight.float().T).to(out_dtype)
