@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_dsv4.kernels._launch import dot_dtype, launch
+from vllm_dsv4.kernels._launch import capability, dot_dtype, launch
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,11 @@ def _tile(num_tokens: int, dtype: torch.dtype) -> Tile:
     return Tile(16, 32, 8, 4, 2) if num_tokens <= 1024 else Tile(32, 32, 32, 4, 3, parts_first=True)
 
 
+def _overlaps(device: torch.device) -> bool:
+    """Whether a launch may begin before the previous one has ended, up to where it waits for it."""
+    return capability(device) >= (9, 0)
+
+
 def _mix_warps(num_tokens: int, block_d: int) -> int:
     return min(8, max(1, block_d // 512))
 
@@ -104,7 +109,8 @@ def mix(
         0 if x is None else x.stride(0),
         num_tokens,
     )
-    sizes = {"M": m, "D": width, "ROWS": rows, "ROWS_P": rows_p, "BLOCK_D": tile.block_d, "num_warps": tile.num_warps}
+    overlaps = _overlaps(device)
+    sizes = {"M": m, "D": width, "ROWS": rows, "ROWS_P": rows_p, "BLOCK_D": tile.block_d, "OVERLAPS": overlaps, "num_warps": tile.num_warps}
     if tile.block_t == 1:
         launch(_products_kernel, (num_tokens, num_splits), *arguments, **sizes)
     else:
@@ -155,7 +161,9 @@ def mix(
         SINKHORN_ITERS=sinkhorn_iters,
         BLOCK_D=block,
         BLOCK_T=weight_tokens,
+        OVERLAPS=overlaps,
         num_warps=_mix_warps(num_tokens, block),
+        **({"launch_pdl": True} if overlaps else {}),
     )
     return Mixed(streams, out, post, comb)
 
@@ -235,8 +243,11 @@ def _products_kernel(
     ROWS: tl.constexpr,
     ROWS_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """One program: ``BLOCK_D`` columns of every stream of one token, in float32."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     column = split * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -277,11 +288,14 @@ def _dot_products_kernel(
     ROWS: tl.constexpr,
     ROWS_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    OVERLAPS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
     """One program: ``NUM_BLOCKS`` times ``BLOCK_D`` columns of every stream of ``BLOCK_T`` tokens, on tensor cores."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     is_token = token < num_tokens
     split = tl.program_id(1)
@@ -340,8 +354,11 @@ def _mix_kernel(
     SINKHORN_ITERS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """One program: the mix of one token; where weights are wanted, further programs: those of ``BLOCK_T`` tokens."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
     program = tl.program_id(0)
     if program < num_tokens:
         # The last tokens first: they are in the L2 cache still.
