@@ -119,7 +119,7 @@ def _indexer_query_kernel(
 def _round(x, DTYPE: tl.constexpr):
     """float64 → float32, rounded to DTYPE; to bfloat16 by integers, since Triton's interpreter would cut the bits off."""
     x = x.to(tl.float32)
-    if DTYPE == tl.bfloat16:
+    if tl.bfloat16 == DTYPE:
         bits = x.to(tl.uint32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
         return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
