@@ -39,7 +39,7 @@ def cases(device: torch.device) -> Iterator[Work]:
             lambda q=q, window_slots=window_slots, entry_slots=entry_slots, cache=cache: sparse_mla(
                 q, window_cache, window_slots, sink, 512**-0.5, entry_cache=cache, entry_slots=entry_slots
             ),
-            bytes=num_tokens * (128 + present) * 584,
+            bytes=num_tokens * ((128 + present) * 584 + 2 * _HEADS * 512 * 2),
             flops=num_tokens * (128 + present) * _HEADS * 512 * 4,
         )
 
