@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_dsv4.kernels._experts_prefill import _local_ids, _mma_version, _round_trip, _stored_column
+from vllm_dsv4.kernels._experts_prefill import _local_ids, _round_trip, _stored_column
 from vllm_dsv4.kernels._fp8 import decode_e2m1, fp8_scale_exponent, largest_magnitude, pow2
 from vllm_dsv4.kernels._launch import capability, dot_dtype, has_fp8, launch
 from vllm_dsv4.kernels._mxfp4 import UNDO_SHIFT
@@ -116,7 +116,6 @@ def experts_decode(
         BLOCK_M=gate_up.block_m,
         MAX_PAIRS=64 if num_tokens <= _FEW_TOKENS and num_pairs <= 64 else _MAX_PAIRS,
         HW_FP8=has_fp8(x.device),
-        MMA_VERSION=_mma_version(x.device),
         num_warps=4,
     )
     weighted = torch.empty(num_pairs, intermediate, dtype=x.dtype, device=x.device)
@@ -181,16 +180,19 @@ def experts_decode(
 
 
 def _configs(num_tokens: int) -> tuple[_Config, _Config]:
-    """Tiles of the two products."""
-    if num_tokens <= 4:
-        return _Config(64, 16, 2, 4, 4), _Config(64, 16, 2, 4, 4)
-    return _Config(128, 16, 2, 4, 4), _Config(128, 16, 2, 4, 4)
+    """Tiles of the two products.
+
+    Of two warps: Triton gives those the oldest tensor cores' instructions everywhere, for which operands are laid out here. Later
+    ones begin at four warps; which it takes for tiles as narrow as 8 differs between its versions.
+    """
+    if num_tokens <= _FEW_TOKENS:
+        return _Config(32, 8, 2, 2, 4), _Config(32, 8, 2, 2, 4)
+    return _Config(64, 8, 2, 2, 4), _Config(64, 8, 2, 2, 4)
 
 
 def _options(device: torch.device, config: _Config, width: int) -> dict[str, object]:
     return {
         "DTYPE": dot_dtype(device),
-        "MMA_VERSION": _mma_version(device),
         "ROWS": config.rows,
         "BLOCK_M": config.block_m,
         "GROUPS": math.gcd(config.groups, width // 128),
@@ -231,7 +233,6 @@ def _prepare_kernel(
     BLOCK_M: tl.constexpr,
     MAX_PAIRS: tl.constexpr,
     HW_FP8: tl.constexpr,
-    MMA_VERSION: tl.constexpr,
 ):
     """One program: the pairs of one expert, the pairs without one, or 8 groups of 128 columns of one token."""
     program = tl.program_id(0)
@@ -244,7 +245,7 @@ def _prepare_kernel(
         CHUNKS: tl.constexpr = (WIDTH + 1023) // 1024
         token = ((program - NUM_EXPERTS - 1) // CHUNKS).to(tl.int64)
         group = ((program - NUM_EXPERTS - 1) % CHUNKS * 8 + tl.arange(0, 8))[:, None]
-        _quantize_groups(x_ptr + token * stride_x, inputs_ptr + token * WIDTH, group, group < WIDTH // 128, HW_FP8, MMA_VERSION)
+        _quantize_groups(x_ptr + token * stride_x, inputs_ptr + token * WIDTH, group, group < WIDTH // 128, HW_FP8)
 
 
 @triton.jit
@@ -275,19 +276,19 @@ def _list_pairs(
 
 
 @triton.jit
-def _quantize_groups(x_ptr, out_ptr, group, mask, HW_FP8: tl.constexpr, MMA_VERSION: tl.constexpr):
+def _quantize_groups(x_ptr, out_ptr, group, mask, HW_FP8: tl.constexpr):
     """What is left of groups of 128 columns (in ``x_ptr`` + 128 ``group``, both [N, 1]) after quantisation, in the order in which
     they meet MXFP4 weights."""
     position = tl.arange(0, 128)[None, :]
-    x = tl.load(x_ptr + group * 128 + _column(position, MMA_VERSION), mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+    x = tl.load(x_ptr + group * 128 + _column(position), mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
     exponent = fp8_scale_exponent(largest_magnitude(x, 1))[:, None]
     tl.store(out_ptr + group * 128 + position, _round_trip(x, exponent, HW_FP8).to(tl.bfloat16), mask=mask)
 
 
 @triton.jit
-def _column(position, MMA_VERSION: tl.constexpr):
+def _column(position):
     """Which column of a group of 128 stands at ``position`` of an activation: columns go in pairs as ``_unpack`` gives them."""
-    byte = _stored_column(position, MMA_VERSION) // 2
+    byte = _stored_column(position, 2) // 2
     return byte // 4 * 8 + position // 64 * 2 + byte // 2 % 2 + byte % 2 * 4
 
 
@@ -335,14 +336,11 @@ def _tile_rows(ROWS: tl.constexpr, NUM_WARPS: tl.constexpr):
 
 
 @triton.jit
-def _as_operand(weight, ROWS: tl.constexpr, MMA_VERSION: tl.constexpr, NUM_WARPS: tl.constexpr):
+def _as_operand(weight, ROWS: tl.constexpr, NUM_WARPS: tl.constexpr):
     """Unpacked [ROWS, 64], rows as of ``_tile_rows`` → rows in order, columns as of ``_column``. No data moves: every
     thread already holds its part."""
     weight = weight.reshape(ROWS // (16 * NUM_WARPS), 2, NUM_WARPS, 8, 4, 4, 2, 2)
-    if MMA_VERSION == 3:
-        return weight.permute(0, 2, 1, 3, 5, 6, 4, 7).reshape(ROWS, 64)
-    else:
-        return weight.permute(0, 2, 1, 3, 5, 4, 6, 7).reshape(ROWS, 64)
+    return weight.permute(0, 2, 1, 3, 5, 4, 6, 7).reshape(ROWS, 64)
 
 
 @triton.jit
@@ -363,7 +361,6 @@ def _product(
     BLOCK_M: tl.constexpr,
     GROUPS: tl.constexpr,
     DTYPE: tl.constexpr,
-    MMA_VERSION: tl.constexpr,
     NUM_WARPS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -380,16 +377,12 @@ def _product(
             group_sf = (sf >> (part % SF_GROUPS * 32)).to(tl.int32)
             packed = tl.load(w_rows[:, None] + group * 64 + byte)
             low, high = _unpack(packed, (group_sf[:, None] >> (block * 8)) & 255, DTYPE)
-            low = _as_operand(low, ROWS, MMA_VERSION, NUM_WARPS)
-            high = _as_operand(high, ROWS, MMA_VERSION, NUM_WARPS)
-            if MMA_VERSION == 5:  # one product, as Triton copies a sum that two products of a step add to
-                x = tl.load(x_rows[:, None] + group * 128 + tl.arange(0, 128)[None, :], mask=mask[:, None], other=0.0)
-                acc = tl.dot(tl.join(low, high).permute(0, 2, 1).reshape(ROWS, 128), x.T, acc)
-            else:
-                x = tl.load(x_rows[:, None] + group * 128 + byte, mask=mask[:, None], other=0.0)
-                acc = tl.dot(low, x.to(DTYPE).T, acc)
-                x = tl.load(x_rows[:, None] + group * 128 + 64 + byte, mask=mask[:, None], other=0.0)
-                acc = tl.dot(high, x.to(DTYPE).T, acc)
+            low = _as_operand(low, ROWS, NUM_WARPS)
+            high = _as_operand(high, ROWS, NUM_WARPS)
+            x = tl.load(x_rows[:, None] + group * 128 + byte, mask=mask[:, None], other=0.0)
+            acc = tl.dot(low, x.to(DTYPE).T, acc)
+            x = tl.load(x_rows[:, None] + group * 128 + 64 + byte, mask=mask[:, None], other=0.0)
+            acc = tl.dot(high, x.to(DTYPE).T, acc)
     return acc * UNDO_SHIFT
 
 
@@ -415,7 +408,6 @@ def _gate_up_kernel(
     GROUPS: tl.constexpr,
     DTYPE: tl.constexpr,
     HW_FP8: tl.constexpr,
-    MMA_VERSION: tl.constexpr,
     NUM_WARPS: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -437,7 +429,7 @@ def _gate_up_kernel(
     mask = offset < size
     pair = tl.load(pairs_ptr + first + offset, mask=mask, other=0)
     x_rows = x_ptr + pair // TOPK * K
-    acc = _product(x_rows, mask, w_rows, sf_rows, K, ROWS, BLOCK_M, GROUPS, DTYPE, MMA_VERSION, NUM_WARPS, STAGES)
+    acc = _product(x_rows, mask, w_rows, sf_rows, K, ROWS, BLOCK_M, GROUPS, DTYPE, NUM_WARPS, STAGES)
     ROUNDED: tl.constexpr = weighted_ptr.dtype.element_ty
     acc = acc.to(ROUNDED).to(tl.float32).reshape(COLUMNS // 8, 2, 8, BLOCK_M).permute(0, 2, 3, 1)
     gate, up = acc.reshape(COLUMNS, BLOCK_M, 2).split()
@@ -454,7 +446,7 @@ def _gate_up_kernel(
     tl.debug_barrier()  # all of the program's columns are stored before it counts as arrived
     if tl.atomic_add(arrivals_ptr + first * (N // 128) + group, 1, sem="acq_rel") == 128 // COLUMNS - 1:
         group_rows = (rows // 128 + group)[:, None]
-        _quantize_groups(weighted_ptr, hidden_ptr, group_rows, mask[:, None], HW_FP8, MMA_VERSION)
+        _quantize_groups(weighted_ptr, hidden_ptr, group_rows, mask[:, None], HW_FP8)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -481,7 +473,6 @@ def _down_kernel(
     BLOCK_M: tl.constexpr,
     GROUPS: tl.constexpr,
     DTYPE: tl.constexpr,
-    MMA_VERSION: tl.constexpr,
     NUM_WARPS: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -499,7 +490,7 @@ def _down_kernel(
         offset = tl.arange(0, BLOCK_M)
         mask = offset < size
         x_rows = x_ptr + (first + offset) * K
-        acc = _product(x_rows, mask, w_rows, sf_rows, K, ROWS, BLOCK_M, GROUPS, DTYPE, MMA_VERSION, NUM_WARPS, STAGES)
+        acc = _product(x_rows, mask, w_rows, sf_rows, K, ROWS, BLOCK_M, GROUPS, DTYPE, NUM_WARPS, STAGES)
         pair = tl.load(pairs_ptr + first + offset, mask=mask, other=0)
         column = block * ROWS + tl.arange(0, ROWS)
         tl.store(y_ptr + pair[None, :] * N + column[:, None], acc.to(y_ptr.dtype.element_ty), mask=mask[None, :])
