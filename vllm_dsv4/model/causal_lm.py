@@ -7,7 +7,7 @@ whose weights vLLM stacks).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -32,8 +32,16 @@ from vllm_dsv4.quantization.config import Dsv4QuantConfig
 from vllm_dsv4.reference.rope import build_cos_sin_cache
 
 
+class Residual(NamedTuple):
+    """The residual streams [T, hc_mult, hidden_size], and how a block's output is merged into them (``hc_pre``'s results)."""
+
+    streams: torch.Tensor
+    post: torch.Tensor | None = None
+    comb: torch.Tensor | None = None
+
+
 class Dsv4DecoderLayer(nn.Module):
-    """One layer: attention and experts, each behind a hyper-connection over the residual streams [T, hc_mult, hidden_size]."""
+    """One layer: attention and experts, each behind a hyper-connection over the residual streams."""
 
     hc_attn_fn: torch.Tensor
     hc_attn_scale: torch.Tensor
@@ -52,19 +60,26 @@ class Dsv4DecoderLayer(nn.Module):
         for part in ("attn", "ffn"):
             _register_hyper_connection(self, f"hc_{part}", config.hc_rows, 3, config)
 
-    def forward(self, streams: torch.Tensor, positions: torch.Tensor, input_ids: torch.Tensor, cos_sin_cache: torch.Tensor) -> torch.Tensor:
-        x, post, comb = self._hc_pre(streams, self.hc_attn_fn, self.hc_attn_scale, self.hc_attn_base)
-        x = self.attn(self.attn_norm(x), positions, cos_sin_cache)
-        streams = ops.hc_post(x, streams, post, comb)
-        x, post, comb = self._hc_pre(streams, self.hc_ffn_fn, self.hc_ffn_scale, self.hc_ffn_base)
-        x = self.ffn(self.ffn_norm(x), input_ids)
-        return ops.hc_post(x, streams, post, comb)
+    def forward(
+        self, x: torch.Tensor | None, residual: Residual, positions: torch.Tensor, input_ids: torch.Tensor, cos_sin_cache: torch.Tensor
+    ) -> tuple[torch.Tensor, Residual]:
+        """``x`` [T, hidden_size] is what the block before put out, not yet in the streams; None before the first layer."""
+        x, residual = self._connect("attn", self.attn_norm, x, residual)
+        x = self.attn(x, positions, cos_sin_cache)
+        x, residual = self._connect("ffn", self.ffn_norm, x, residual)
+        return self.ffn(x, input_ids), residual
 
-    def _hc_pre(
-        self, streams: torch.Tensor, fn: torch.Tensor, scale: torch.Tensor, base: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _connect(self, block: str, norm: Norm, x: torch.Tensor | None, residual: Residual) -> tuple[torch.Tensor, Residual]:
+        """The normed input of ``block``, and the residual with ``x`` merged into its streams."""
         config = self.config
-        return ops.hc_pre(streams, fn, scale, base, config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters)
+        parameters = [getattr(self, f"hc_{block}_{name}") for name in ("fn", "scale", "base")]
+        if x is None:
+            x, post, comb = ops.hc_pre(residual.streams, *parameters, config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters)
+            return norm(x), Residual(residual.streams, post, comb)
+        streams, x, post, comb = ops.hc_post_pre(
+            x, *residual, *parameters, norm.weight, config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters
+        )
+        return x, Residual(streams, post, comb)
 
 
 class Dsv4ForCausalLM(nn.Module):
@@ -117,11 +132,12 @@ class Dsv4ForCausalLM(nn.Module):
         metadata = self._step_metadata()
         prepare_metadata(metadata, positions)
         held = None if metadata else reserve_metadata(positions, self.max_model_len)  # noqa: F841
-        x = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
-        streams = x[:, None].repeat(1, self.config.hc_mult, 1)
+        embedded = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
+        x, residual = None, Residual(embedded[:, None].repeat(1, self.config.hc_mult, 1))
         for layer, compress_ratio in zip(self.layers, self.config.compress_ratios, strict=True):
             table = self.compress_cos_sin_cache if compress_ratio else self.cos_sin_cache
-            streams = layer(streams, positions, input_ids, table)
+            x, residual = layer(x, residual, positions, input_ids, table)
+        streams = ops.hc_post(x, *residual)
         x = ops.hc_head(streams, self.hc_head_fn, self.hc_head_scale, self.hc_head_base, self.config.rms_norm_eps, self.config.hc_eps)
         return self.norm(x)
 
