@@ -59,7 +59,7 @@ def _tile(num_tokens: int, dtype: torch.dtype) -> Tile:
         return Tile(1, 32, 1, 4)
     if num_tokens <= 64:
         return Tile(16, 32, 1, 4)
-    return Tile(16, 32, 8, 4, 2) if num_tokens <= 1024 else Tile(32, 32, 32, 4, 3, parts_first=True)
+    return Tile(16, 32, 8, 8, 2) if num_tokens <= 1024 else Tile(32, 32, 32, 4, 3, parts_first=True)
 
 
 def _overlaps(device: torch.device) -> bool:

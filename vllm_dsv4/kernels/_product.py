@@ -38,7 +38,9 @@ def one_token(x: torch.Tensor, weight: torch.Tensor, weight_sf: torch.Tensor | N
     ``quantize``: x is rounded to FP8 in groups of 128 (model.md 5.1).
     """
     num_groups, size_n, size_k = weight.shape
-    block_n, block_k = _row_block(weight, num_sms(x.device))
+    # Codes that are decoded by arithmetic need registers.
+    step_bytes = 32768 if has_fp8(x.device) or not quantize else 16384
+    block_n, block_k = _row_block(weight, num_sms(x.device), step_bytes)
     launch(
         _row_kernel,
         (triton.cdiv(size_n, block_n), num_groups),
@@ -57,14 +59,14 @@ def one_token(x: torch.Tensor, weight: torch.Tensor, weight_sf: torch.Tensor | N
     )
 
 
-def _row_block(weight: torch.Tensor, num_programs: int) -> tuple[int, int]:
-    """Rows and columns of a step: about 32 KiB of weights, so that a step has enough reads in flight; four programs an SM."""
+def _row_block(weight: torch.Tensor, num_programs: int, step_bytes: int) -> tuple[int, int]:
+    """Rows and columns of a step: many bytes of weights, so that it has enough reads in flight; four programs an SM."""
     num_groups, size_n, size_k = weight.shape
     block_n = 16
     while block_n > 4 and num_groups * size_n < 4 * num_programs * block_n:
         block_n //= 2
     block_k = triton.next_power_of_2(max(size_k, GROUP))
-    return block_n, min(block_k, max(GROUP, 32768 // (block_n * weight.element_size())))
+    return block_n, min(block_k, max(GROUP, step_bytes // (block_n * weight.element_size())))
 
 
 @triton.jit

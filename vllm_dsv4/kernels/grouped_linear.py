@@ -16,7 +16,7 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, weight_sf: torch.Tenso
     if num_tokens == 1:
         _product.one_token(x, weight, weight_sf, out, quantize=False)
     elif num_tokens <= 64:
-        _product.tiled(x, None, weight, weight_sf, out, Tile(16 if num_tokens <= 16 else 64, 64, 128, 4, 4))
+        _product.tiled(x, None, weight, weight_sf, out, Tile(16 if num_tokens <= 16 else 64, 64, 128, 8, 3))
     else:
         if weight_sf is not None:
             weight = _product.widen(weight, weight_sf, x.dtype)
