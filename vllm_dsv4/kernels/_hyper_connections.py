@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_dsv4.kernels._launch import capability, dot_dtype, launch
+from vllm_dsv4.kernels._launch import Capability, capability, dot_dtype, launch
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Mixed:
     comb: torch.Tensor | None
 
 
-def _tile(num_tokens: int, dtype: torch.dtype) -> Tile:
+def _tile(num_tokens: int, dtype: torch.dtype, gpu: Capability) -> Tile:
     """With one token a tile the products are float32, else bfloat16."""
     if dtype != torch.bfloat16:
         return Tile(1, 32, 1, 4) if num_tokens <= 64 else Tile(1, 256, 1, 4)
@@ -59,7 +59,10 @@ def _tile(num_tokens: int, dtype: torch.dtype) -> Tile:
         return Tile(1, 32, 1, 4)
     if num_tokens <= 64:
         return Tile(16, 32, 1, 4)
-    return Tile(16, 32, 8, 8, 2) if num_tokens <= 1024 else Tile(32, 32, 32, 4, 3, parts_first=True)
+    if num_tokens <= 1024:
+        # What does not spill.
+        return Tile(16, 32, 8, 4, 3) if gpu[0] in (9, 10) else Tile(16, 32, 8, 8, 2)
+    return Tile(32, 32, 32, 4, 3, parts_first=True)
 
 
 def _overlaps(device: torch.device) -> bool:
@@ -86,7 +89,7 @@ def mix(
     num_tokens, m, width = streams.shape
     device, rows = streams.device, fn.shape[0]
     streams = streams if streams.stride(2) == 1 else streams.contiguous()
-    tile = _tile(num_tokens, streams.dtype)
+    tile = _tile(num_tokens, streams.dtype, capability(device))
     num_splits = triton.cdiv(width, tile.block_d * tile.num_blocks)
     rows_p = max(16, triton.next_power_of_2(rows + 1))
     partials = torch.empty(num_splits, num_tokens, rows_p, dtype=torch.float32, device=device)

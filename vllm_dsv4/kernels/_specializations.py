@@ -307,7 +307,12 @@ def grouped_linear(shapes: Shapes, num_tokens: int) -> Iterator[Call]:
     config = shapes.config
     columns = config.heads_per_group * config.head_dim
     x = _empty(num_tokens, shapes.num_groups, columns, dtype=shapes.dtype)
-    yield call(x, _empty(shapes.num_groups, config.o_lora_rank, columns, dtype=shapes.dtype))
+    weight_shape = shapes.num_groups, config.o_lora_rank, columns
+    if shapes.is_quantized and config.o_lora_rank % _BLOCK == 0:
+        weight_sf = _float(shapes.num_groups, config.o_lora_rank // _BLOCK, -(-columns // _BLOCK))
+        yield call(x, _empty(*weight_shape, dtype=torch.float8_e4m3fn), weight_sf)
+    else:
+        yield call(x, _empty(*weight_shape, dtype=shapes.dtype))
 
 
 def _streams(shapes: Shapes, num_tokens: int) -> Tensor:

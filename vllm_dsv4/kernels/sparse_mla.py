@@ -301,7 +301,8 @@ def _attend_kernel(
         peak = tl.maximum(largest, sink)
         shrink = tl.exp2(largest - peak)
         factor = shrink / (total * shrink + tl.exp2(sink - peak))
-        row = out_row
+        # As ``out_row``, whose pointers the compiler would keep in registers throughout the loop if it saw that.
+        row = out_ptr + ((token * one_pass * NUM_HEADS + head) * DIM)[:, None]
     else:
         part = (token * tl.num_programs(1) + split) * NUM_HEADS + head
         empty = total == 0.0

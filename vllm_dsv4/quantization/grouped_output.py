@@ -21,5 +21,7 @@ class GroupedOutputProjection(ColumnParallelLinear):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.reshape(x.shape[0], -1, self.group_dim)
         weight = self.weight.view(-1, self.o_lora_rank, self.group_dim)
-        return ops.grouped_linear(x.reshape(x.shape[0], -1, self.group_dim), weight)
+        scale = getattr(self, "scale", None)
+        return ops.grouped_linear(x, weight, None if scale is None else scale.view(weight.shape[0], -1, scale.shape[1]))

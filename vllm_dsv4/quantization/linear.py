@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from vllm_dsv4 import ops
+from vllm_dsv4.backend import select_backend
 from vllm_dsv4.compat import LinearMethodBase, UnquantizedEmbeddingMethod, set_weight_attrs
 
 BLOCK = 128
@@ -66,12 +67,15 @@ class Dsv4Fp8LinearMethod(LinearMethodBase):
 
 
 class Dsv4WidenedLinearMethod(Dsv4Fp8LinearMethod):
-    """A layer stored in block FP8 whose weight is widened to the model's dtype once loaded.
+    """``wo_a``: stored in block FP8, and widened to the model's dtype, for activations that are not quantised (model.md 5.1).
 
-    That is how DeepSeek's code computes ``wo_a``: on activations that are not quantised (model.md 5.1).
+    Kernels widen the weight as they read it. For the reference it is done once, when the weights are loaded.
     """
 
     def process_weights_after_loading(self, layer: Any) -> None:
+        # Scales of a block that belongs to two groups are more than kernels can tell apart.
+        if select_backend(layer.weight.device).name != "reference" and layer.o_lora_rank % BLOCK == 0:
+            return
         rows, columns = layer.weight.shape
         scale = layer.scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
         layer.weight = nn.Parameter((layer.weight.float() * scale).to(layer.params_dtype), requires_grad=False)
