@@ -42,7 +42,7 @@ MEMBERS: dict[str, str] = {
     "vllm.forward_context:ForwardContext": "attn_metadata dp_metadata",
     "vllm.forward_context:DPMetadata": "num_tokens_across_dp_cpu",
     "vllm.platforms.interface:Platform": "is_cpu device_type",
-    f"{PARALLEL}:GroupCoordinator": "rank_in_group",
+    f"{PARALLEL}:GroupCoordinator": "rank_in_group local_rank world_size",
     "vllm.v1.kv_cache_interface:MLAAttentionSpec": "block_size head_size dtype state_content_bytes tokens_per_state num_states",
     "vllm.v1.kv_cache_interface:SlidingWindowMLASpec": "block_size head_size dtype state_content_bytes sliding_window num_states",
     f"{ATTENTION}:CommonAttentionMetadata": "num_reqs num_actual_tokens max_seq_len query_start_loc seq_lens block_table_tensor "
@@ -62,6 +62,7 @@ CALLS: dict[str, tuple[str, str]] = {
     f"{PARALLEL}:GroupCoordinator.combine": ("hidden_states is_sequence_parallel", ""),
     f"{PARALLEL}:GroupCoordinator.all_gather": ("input_", "dim"),
     f"{PARALLEL}:GroupCoordinator.all_reduce": ("input_", ""),
+    f"{PARALLEL}:GroupCoordinator.barrier": ("", ""),
     "vllm.model_executor.models.registry:_ModelRegistry.register_model": ("model_arch model_cls", ""),
     "vllm.model_executor.layers.logits_processor:LogitsProcessor.forward": ("lm_head hidden_states", ""),
     f"{FUSED_MOE}:MoERunner.forward": ("", "hidden_states router_logits input_ids"),

@@ -31,7 +31,7 @@ def flash(**overrides: object) -> Dsv4Config:
 SHAPES = {
     "flash": Shapes(flash()),
     "tp8": Shapes(flash(), tensor_parallel_size=8, indexer_format="mxfp4", kv_dtype=torch.bfloat16),
-    "fp8-experts-ep4": Shapes(flash(expert_dtype="fp8"), tensor_parallel_size=4, expert_parallel_size=4),
+    "fp8-experts-ep4": Shapes(flash(expert_dtype="fp8"), tensor_parallel_size=2, data_parallel_size=2, expert_parallel=True),
     "unquantized": Shapes(flash(quantized=False)),
     "pro": Shapes(Dsv4Config.from_hf(preset_config("pro")), tensor_parallel_size=16),
 }

@@ -15,6 +15,7 @@ from vllm.distributed import (
     get_ep_group,
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
+    get_world_group,
     tensor_model_parallel_all_gather,
     tensor_model_parallel_all_reduce,
 )
@@ -99,6 +100,7 @@ __all__ = [
     "get_forward_context",
     "get_tensor_model_parallel_rank",
     "get_tensor_model_parallel_world_size",
+    "get_world_group",
     "make_entry_spec",
     "make_sliding_spec",
     "num_tokens_across_dp",

@@ -44,8 +44,9 @@ class Shapes:
 
     config: Dsv4Config
     tensor_parallel_size: int = 1
-    expert_parallel_size: int = 1
-    """Ranks that the experts are spread over; 1: every expert is sliced over the tensor-parallel ranks."""
+    data_parallel_size: int = 1
+    expert_parallel: bool = False
+    """Whether all ranks, of tensor and data parallelism, share the experts; else each has a slice of every expert."""
     dtype: torch.dtype = torch.bfloat16
     kv_dtype: torch.dtype | None = None
     """Of the window and entry caches: uint8 is packed FP8; None is what the engine's ``auto`` means."""
@@ -483,9 +484,10 @@ def swiglu(shapes: Shapes, num_tokens: int) -> Iterator[Call]:
 @_op
 def experts(shapes: Shapes, num_tokens: int) -> Iterator[Call]:
     config = shapes.config
-    spread = shapes.expert_parallel_size > 1
-    number = -(-config.n_routed_experts // shapes.expert_parallel_size)
-    size = config.moe_intermediate_size // (1 if spread else shapes.tensor_parallel_size)
+    ranks = shapes.tensor_parallel_size * shapes.data_parallel_size
+    spread = shapes.expert_parallel and ranks > 1
+    number = -(-config.n_routed_experts // ranks) if spread else config.n_routed_experts
+    size = config.moe_intermediate_size // (1 if spread else ranks)
     w13, w13_sf = _stack(shapes, number, 2 * size, config.hidden_size)
     w2, w2_sf = _stack(shapes, number, config.hidden_size, size)
     chosen = (num_tokens, config.num_experts_per_tok)

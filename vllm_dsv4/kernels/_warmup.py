@@ -19,9 +19,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-from vllm_dsv4.config import Dsv4Config
 from vllm_dsv4.kernels._launch import Capability, Launch
 from vllm_dsv4.kernels._specializations import Shapes, launches
 
@@ -53,21 +50,8 @@ class _Progress:
     other_output: list[str] = field(default_factory=list)
 
 
-def start(
-    config: Dsv4Config,
-    capability: Capability,
-    tensor_parallel_size: int,
-    num_workers: int,
-    num_sms: int | None = None,
-    **formats: Any,
-) -> WarmUp:
-    """Begin to compile in ``num_workers`` processes, for this GPU or one of another ``capability`` and ``num_sms``.
-
-    ``formats``: the other fields of ``Shapes``.
-    """
-    if num_sms is None and torch.cuda.is_available():
-        num_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    shapes = Shapes(config, tensor_parallel_size, **formats)
+def start(shapes: Shapes, capability: Capability, num_workers: int, num_sms: int) -> WarmUp:
+    """Begin to compile in ``num_workers`` processes, for a GPU of ``capability`` with ``num_sms`` multiprocessors."""
     return WarmUp([Share(shapes, capability, num_sms, part, num_workers) for part in range(num_workers)])
 
 

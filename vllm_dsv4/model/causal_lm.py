@@ -27,6 +27,7 @@ from vllm_dsv4.compat import (
 )
 from vllm_dsv4.config import Dsv4Config
 from vllm_dsv4.model.loader import load_weights
+from vllm_dsv4.model.warm_up import KernelWarmUp
 from vllm_dsv4.moe.layer import MoE, SharedExpert
 from vllm_dsv4.quantization.config import Dsv4QuantConfig
 from vllm_dsv4.reference.rope import build_cos_sin_cache
@@ -89,6 +90,7 @@ class Dsv4ForCausalLM(nn.Module):
         self.config = config
         quant_config = Dsv4QuantConfig(config.quantization)
         caches = CacheFactory(config, vllm_config)
+        self.kernel_warm_up = KernelWarmUp(config, vllm_config, caches)
         start = f"{prefix}." if prefix else ""
         self.embed = VocabParallelEmbedding(config.vocab_size, config.hidden_size, prefix=f"{start}embed")
         self.layers = nn.ModuleList(
@@ -153,6 +155,7 @@ class Dsv4ForCausalLM(nn.Module):
         for module in self.modules():
             if isinstance(module, Attention | SharedExpert):
                 module.merge_weights()
+        self.kernel_warm_up.finish()
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         return load_weights(self, self.config, weights)
