@@ -41,6 +41,7 @@ def _fp8(rows: int, columns: int) -> int:
 
 
 # wq_b, wo_a (widened to bfloat16, no scale left), wo_b, sinks, shared expert; embedding and head.
+WIDENED = 43 * (2 * 8192 * 4096 - _fp8(8192, 4096))
 SHARDED = (
     43 * (_fp8(32768, 1024) + 2 * 8192 * 4096 + _fp8(4096, 8192) + 64 * 4 + 2 * _fp8(2048, 4096) + _fp8(4096, 2048)) + 2 * 2 * 129280 * 4096
 )
@@ -74,6 +75,12 @@ def test_flash_weight_bytes(layout: Layout, routed: int, sharded: int) -> None:
     assert (weights.routed_experts, weights.sharded, weights.replicated) == (routed, sharded, REPLICATED)
     assert weights.tables == 2 * 1048576 * 64 * 4
     assert weights.total == routed + sharded + REPLICATED + 2 * 1048576 * 64 * 4
+
+
+def test_kernels_read_wo_a_as_it_is_stored() -> None:
+    widened, stored = (weight_bytes(_config("flash"), Layout(tensor_parallel=2), 1, kernels=kernels) for kernels in (False, True))
+    assert widened.sharded - stored.sharded == WIDENED // 2
+    assert (widened.routed_experts, widened.replicated) == (stored.routed_experts, stored.replicated)
 
 
 def test_weight_bytes_of_other_formats() -> None:
@@ -263,7 +270,7 @@ def _doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, d
 
 def test_flash_on_eight_described_gpus(machine: Any, capsys: pytest.CaptureFixture[str]) -> None:
     code, report = _doctor(capsys, "--gpus", "8", "--gpu-memory", "80GiB")
-    weights = ROUTED // 8 + SHARDED // 8 + REPLICATED + 2 * 1048576 * 64 * 4
+    weights = ROUTED // 8 + (SHARDED - WIDENED) // 8 + REPLICATED + 2 * 1048576 * 64 * 4
     assert (code, report["ok"], report["blocking"]) == (0, True, [])
     fit = report["fit"]
     assert fit["weight_bytes"]["total"] == weights

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vllm_dsv4 import envs
 from vllm_dsv4.checkpoint.tiny import PRESETS, preset_config
 from vllm_dsv4.cli.fit import CachePool, Layout, WeightBytes, cache_kinds, cache_pool, weight_bytes
 from vllm_dsv4.config import ConfigError, Dsv4Config
@@ -182,7 +183,7 @@ def _fit(args: argparse.Namespace, config: Dsv4Config, layout: Layout, device: A
     on_cpu = args.gpu_memory is None and device.type == "cpu"
     max_model_len = args.max_model_len or config.max_position_embeddings
     dtype_bytes = 4 if args.dtype == "float32" else 2
-    weights = weight_bytes(config, layout, max_model_len, dtype_bytes)
+    weights = weight_bytes(config, layout, max_model_len, dtype_bytes, kernels=not on_cpu and envs.backend() != "reference")
     packed = args.kv_cache_dtype == "fp8" or (args.kv_cache_dtype == "auto" and config.quantization is not None)
     kinds = cache_kinds(config, packed, dtype_bytes if args.kv_cache_dtype == "auto" else 2)
     pool = cache_pool(kinds)

@@ -71,7 +71,7 @@ class WeightBytes:
         return self.routed_experts + self.sharded + self.replicated + self.tables
 
 
-def weight_bytes(config: Dsv4Config, layout: Layout, max_model_len: int, dtype_bytes: int = 2) -> WeightBytes:
+def weight_bytes(config: Dsv4Config, layout: Layout, max_model_len: int, dtype_bytes: int = 2, kernels: bool = False) -> WeightBytes:
     """Bytes of the loaded weights on one GPU.
 
     Sums, over the tensors of the checkpoint, elements x bytes an element, divided
@@ -80,12 +80,13 @@ def weight_bytes(config: Dsv4Config, layout: Layout, max_model_len: int, dtype_b
     * for ``wq_b``, ``attn_sink``, ``wo_a``, ``wo_b``, the shared expert, embedding and head by the tensor-parallel size;
     * for everything else by nothing: it is replicated.
 
-    Loaded tensors keep the bytes of the file, except that ``wo_a`` is widened to the model's dtype (model.md 5.1), E8M0 scales
-    of FP8 weights become float32, and routing tables int32. The RoPE tables are 2 x max_model_len x rotated dimension x 4.
+    Loaded tensors keep the bytes of the file, except that E8M0 scales of FP8 weights become float32, routing tables int32, and,
+    where the reference ops run and not ``kernels``, ``wo_a`` is widened to the model's dtype (model.md 5.1).
+    The RoPE tables are 2 x max_model_len x rotated dimension x 4.
     """
     routed = sharded = replicated = 0
     for name, spec in checkpoint_schema(config).items():
-        size = _loaded_bytes(name, spec, config, dtype_bytes)
+        size = _loaded_bytes(name, spec, config, dtype_bytes, kernels)
         if ".experts." in name:
             routed += size
         elif _is_sharded(name):
@@ -101,13 +102,13 @@ def weight_bytes(config: Dsv4Config, layout: Layout, max_model_len: int, dtype_b
     )
 
 
-def _loaded_bytes(name: str, spec: TensorSpec, config: Dsv4Config, dtype_bytes: int) -> int:
+def _loaded_bytes(name: str, spec: TensorSpec, config: Dsv4Config, dtype_bytes: int, kernels: bool) -> int:
     elements = math.prod(spec.shape)
     if name in ("embed.weight", "head.weight"):
         elements = _round_up(spec.shape[0], VOCAB_PADDING) * spec.shape[1]
-    if name.endswith("attn.wo_a.scale"):
+    if not kernels and name.endswith("attn.wo_a.scale"):
         return 0
-    if spec.storage == PLAIN or name.endswith("attn.wo_a.weight"):
+    if spec.storage == PLAIN or (not kernels and name.endswith("attn.wo_a.weight")):
         return elements * dtype_bytes
     if spec.storage in (FLOAT32, FP8_SCALE, INDEX):
         return elements * 4

@@ -39,7 +39,7 @@ def one_token(x: torch.Tensor, weight: torch.Tensor, weight_sf: torch.Tensor | N
     """
     num_groups, size_n, size_k = weight.shape
     # Codes that are decoded by arithmetic need registers.
-    step_bytes = 32768 if has_fp8(x.device) or not quantize else 16384
+    step_bytes = 32768 if has_fp8(x.device) or weight.dtype != torch.float8_e4m3fn else 16384
     block_n, block_k = _row_block(weight, num_sms(x.device), step_bytes)
     launch(
         _row_kernel,
