@@ -84,6 +84,7 @@ class CacheFactory:
     def __init__(self, config: Dsv4Config, vllm_config: VllmConfig):
         self.config = config
         self.indexer_format = indexer_format(vllm_config.attention_config.indexer_kv_dtype, config)
+        self.max_model_len = vllm_config.model_config.max_model_len
         self.model_dtype = vllm_config.model_config.dtype
         self.kv_dtype = kv_cache_dtype(vllm_config.cache_config.cache_dtype, self.model_dtype, config)
 

@@ -11,6 +11,7 @@ from vllm_dsv4.attention.compressor import Compressor
 from vllm_dsv4.compat import ReplicatedLinear
 from vllm_dsv4.config import Dsv4Config
 from vllm_dsv4.quantization.config import Dsv4QuantConfig
+from vllm_dsv4.reference.indexer_topk import SCORE_BYTES
 
 
 class Indexer(nn.Module):
@@ -21,6 +22,7 @@ class Indexer(nn.Module):
         self.num_heads, self.head_dim = config.index_n_heads, config.index_head_dim
         self.topk = config.index_topk
         self.format = caches.indexer_format
+        self.max_entries = caches.max_model_len // compress_ratio
         self.wq_b = ReplicatedLinear(
             config.q_lora_rank,
             self.num_heads * self.head_dim,
@@ -58,5 +60,10 @@ class Indexer(nn.Module):
         query = ops.indexer_query(q, self.weights_proj(x), positions, cos_sin_cache, self.format)
         keys = self.key_cache.metadata()
         if keys is None:
+            self._reserve_scores(x)
             return None
         return ops.indexer_topk(query, self.key_cache.kv_cache, keys.block_table, keys.token_to_req, keys.num_entries, self.topk)
+
+    def _reserve_scores(self, x: torch.Tensor) -> None:
+        """Hold for a moment what ``indexer_topk`` may: a dummy run measures memory with it."""
+        torch.empty(min(SCORE_BYTES, 4 * x.shape[0] * self.max_entries), dtype=torch.uint8, device=x.device)

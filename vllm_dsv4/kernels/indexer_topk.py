@@ -14,13 +14,13 @@ from vllm_dsv4.kernels._fp8 import decode_e2m1, decode_e4m3, decode_e8m0
 from vllm_dsv4.kernels._launch import has_fp8, launch, num_sms
 from vllm_dsv4.quantization.formats import INDEXER_FP8, INDEXER_MXFP4, IndexerFP8Format, IndexerMXFP4Format, RowFormat, cache_format
 from vllm_dsv4.reference.indexer_query import IndexerQuery
+from vllm_dsv4.reference.indexer_topk import SCORE_BYTES
 
 _ROWS = tl.constexpr(0)
 _FP8 = tl.constexpr(INDEXER_FP8.entry_bytes)
 _MXFP4 = tl.constexpr(INDEXER_MXFP4.entry_bytes)
 _BLOCK_SCALES = tl.constexpr(INDEXER_MXFP4.scale_bytes)
 
-_SCRATCH_BYTES = 256 << 20
 _TILE = 64
 """Entries that a program scores at once."""
 _PREFILL_TOKENS = 128
@@ -47,7 +47,7 @@ def indexer_topk(
         raise ValueError(f"indexer_topk: a cache of {fmt} does not hold indexer keys")
     indices = torch.empty(num_tokens, topk, dtype=torch.int32, device=device)
     capacity = triton.cdiv(max(1, block_table.shape[1] * k_cache.shape[1]), _TILE) * _TILE
-    chunk = max(1, min(num_tokens, _SCRATCH_BYTES // (4 * capacity)))
+    chunk = max(1, min(num_tokens, SCORE_BYTES // (4 * capacity)))
     keys = torch.empty(chunk, capacity, dtype=torch.int32, device=device)
     tokens = 1 if num_tokens < _PREFILL_TOKENS else 16
     for first_token in range(0, num_tokens, chunk):

@@ -8,6 +8,8 @@ from vllm_dsv4.reference.entry_slots import entry_slots_ref
 from vllm_dsv4.reference.indexer_query import IndexerQuery
 from vllm_dsv4.reference.numerics import dequantize_mxfp4, gather_entries, row_tiles
 
+SCORE_BYTES = 256 << 20
+"""An implementation on GPUs holds no more scores at once than fit into this, or those of one token."""
 # Tokens scored together: enough to share a request's keys in a prefill, few enough to pad batches of single tokens cheaply.
 _TOKEN_TILE = 64
 
