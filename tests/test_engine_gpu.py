@@ -8,7 +8,9 @@ log-probabilities differ little on average.
 
 from __future__ import annotations
 
+import json
 import statistics
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,8 @@ from oracle import random_prompt
 
 from vllm_dsv4.checkpoint.tiny import preset_config
 from vllm_dsv4.checkpoint.writer import write_checkpoint
+from vllm_dsv4.config import Dsv4Config
+from vllm_dsv4.kernels._specializations import Shapes, launches
 from vllm_dsv4.reference.model import DenseModel
 
 pytest.importorskip("vllm", reason="needs vLLM")
@@ -83,3 +87,37 @@ def test_many_requests(checkpoint: tuple[Any, DenseModel, int]) -> None:
     differences = [d for prompt, completion in zip(prompts, result.batches[0], strict=True) for d in check(model, prompt, completion)]
     print(f"\n64 requests: median {statistics.median(differences):.4f}, largest {max(differences):.4f}")
     assert statistics.median(differences) <= MEDIAN_DIFFERENCE
+
+
+def test_a_long_prompt(tmp_path: Path) -> None:
+    """57,794 tokens in chunks of 8,192."""
+    config = preset_config("tiny", num_hidden_layers=3, compress_ratios=[0, 4, 128], num_nextn_predict_layers=0)
+    write_checkpoint(tmp_path, config, seed=3, include_draft=False)
+    prompt = random_prompt(config["vocab_size"], 57_794, seed=1)
+    options = {**OPTIONS, "max_model_len": 57_794 + NEW_TOKENS, "max_num_batched_tokens": 8192}
+    [[completion]] = run_engine(tmp_path, [Batch([prompt], NEW_TOKENS)], **options).batches
+    differences = check(DenseModel.from_checkpoint(tmp_path), prompt, completion)
+    assert statistics.median(differences) <= MEDIAN_DIFFERENCE
+
+
+def test_nothing_is_compiled_after_the_start(tmp_path: Path) -> None:
+    """An engine that only starts fills Triton's cache; one that also serves, with lengths up to 64k, adds nothing of ours to it."""
+    config = preset_config("tiny")
+    write_checkpoint(tmp_path / "model", config, seed=3)
+    shapes = Shapes(Dsv4Config.from_hf(config))
+    ours = {launch.kernel.__name__ for launch in launches(shapes, torch.cuda.get_device_capability(), 132)}
+    env = {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    options = {**OPTIONS, "max_model_len": 65_600, "max_num_batched_tokens": 8192}
+    prompts = [random_prompt(config["vocab_size"], length, seed=length) for length in (1, 2, 5, 33, 127, 600, 2049, 9000, 30_000, 65_536)]
+
+    run_engine(tmp_path / "model", [], env, **options)
+    started = _compiled(tmp_path / "cache")
+    run_engine(tmp_path / "model", [Batch([prompt], 20) for prompt in prompts] + [Batch(prompts, 20)], env, **options)
+    assert {name for name, _ in started} >= ours
+    assert not {kernel for kernel in _compiled(tmp_path / "cache") - started if kernel[0] in ours}
+
+
+def _compiled(cache: Path) -> set[tuple[str, str]]:
+    """Name and key of every kernel in Triton's cache on disk."""
+    files = [file for file in cache.glob("*/*.json") if not file.name.startswith("__grp__")]
+    return {(json.loads(file.read_text())["name"], file.parent.name) for file in files}
