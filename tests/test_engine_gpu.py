@@ -91,7 +91,8 @@ def test_many_requests(checkpoint: tuple[Any, DenseModel, int]) -> None:
 
 def test_a_long_prompt(tmp_path: Path) -> None:
     """57,794 tokens in chunks of 8,192."""
-    config = preset_config("tiny", num_hidden_layers=3, compress_ratios=[0, 4, 128], num_nextn_predict_layers=0)
+    sizes = {"num_hidden_layers": 3, "compress_ratios": [0, 4, 128], "num_nextn_predict_layers": 0}
+    config = preset_config("tiny", max_position_embeddings=65_536, **sizes)
     write_checkpoint(tmp_path, config, seed=3, include_draft=False)
     prompt = random_prompt(config["vocab_size"], 57_794, seed=1)
     options = {**OPTIONS, "max_model_len": 57_794 + NEW_TOKENS, "max_num_batched_tokens": 8192}
@@ -102,7 +103,7 @@ def test_a_long_prompt(tmp_path: Path) -> None:
 
 def test_nothing_is_compiled_after_the_start(tmp_path: Path) -> None:
     """An engine that only starts fills Triton's cache; one that also serves, with lengths up to 64k, adds nothing of ours to it."""
-    config = preset_config("tiny")
+    config = preset_config("tiny", max_position_embeddings=131_072)
     write_checkpoint(tmp_path / "model", config, seed=3)
     shapes = Shapes(Dsv4Config.from_hf(config))
     ours = {launch.kernel.__name__ for launch in launches(shapes, torch.cuda.get_device_capability(), 132)}
