@@ -90,14 +90,22 @@ def test_many_requests(checkpoint: tuple[Any, DenseModel, int]) -> None:
 
 
 def test_a_long_prompt(tmp_path: Path) -> None:
-    """57,794 tokens in chunks of 8,192."""
+    """57,794 tokens in chunks of 8,192, against the reference ops on the same GPU: the dense model would take an hour."""
     sizes = {"num_hidden_layers": 3, "compress_ratios": [0, 4, 128], "num_nextn_predict_layers": 0}
     config = preset_config("tiny", max_position_embeddings=65_536, **sizes)
     write_checkpoint(tmp_path, config, seed=3, include_draft=False)
-    prompt = random_prompt(config["vocab_size"], 57_794, seed=1)
+    batch = Batch([random_prompt(config["vocab_size"], 57_794, seed=1)], NEW_TOKENS)
     options = {**OPTIONS, "max_model_len": 57_794 + NEW_TOKENS, "max_num_batched_tokens": 8192}
-    [[completion]] = run_engine(tmp_path, [Batch([prompt], NEW_TOKENS)], **options).batches
-    differences = check(DenseModel.from_checkpoint(tmp_path), prompt, completion)
+    [[served]] = run_engine(tmp_path, [batch], **options).batches
+    [[expected]] = run_engine(tmp_path, [batch], {"VLLM_DSV4_BACKEND": "reference"}, **{**options, "enforce_eager": True}).batches
+    differences: list[float] = []
+    for token, likeliest, values, expected_values in zip(
+        served.token_ids, expected.token_ids, served.logprobs, expected.logprobs, strict=True
+    ):
+        differences += [abs(values[known] - expected_values[known]) for known in values.keys() & expected_values.keys()]
+        if token != likeliest:  # from here on the two continue different texts
+            assert expected_values[likeliest] - expected_values[token] <= NEAR_TIE
+            break
     assert statistics.median(differences) <= MEDIAN_DIFFERENCE
 
 
