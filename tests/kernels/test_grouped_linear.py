@@ -10,7 +10,7 @@ from vllm_dsv4 import ops
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("shape", [(5, 2, 192, 64), (1, 8, 256, 33), (0, 2, 64, 16)], ids=str)
+@pytest.mark.parametrize("shape", [(5, 2, 192, 64), (1, 8, 256, 33), (70, 8, 4096, 1024), (0, 2, 64, 16)], ids=str)
 def test_each_group_has_its_matrix(
     shape: tuple[int, int, int, int], dtype: torch.dtype, generator: torch.Generator, device: torch.device
 ) -> None:

@@ -70,7 +70,9 @@ def takes_decode(x: torch.Tensor, topk_ids: torch.Tensor, w13: torch.Tensor, w2:
     """Whether ``experts_decode`` is for this input: few tokens, MXFP4 weights, widths of whole groups."""
     num_tokens, topk = topk_ids.shape
     whole = x.shape[1] % 128 == 0 and w13.shape[1] % 256 == 0
-    return w13.dtype == w2.dtype == torch.uint8 and whole and num_tokens <= 128 and num_tokens * topk <= _MAX_PAIRS
+    # _UNPACK takes four neighbouring bytes as a register, and Triton's loads give them to a thread only where 16 bytes are aligned.
+    aligned = w13.data_ptr() % 16 == 0 and w2.data_ptr() % 16 == 0
+    return aligned and w13.dtype == w2.dtype == torch.uint8 and whole and num_tokens <= 128 and num_tokens * topk <= _MAX_PAIRS
 
 
 def experts_decode(
@@ -305,7 +307,7 @@ def _unpack(packed, sf, DTYPE: tl.constexpr):
     if tl.bfloat16 == DTYPE:
         scale = (exponent << 7).to(tl.uint16)
         scale = tl.broadcast_to(scale[:, :, None], (ROWS, BYTES // 16, 16)).reshape(ROWS, BYTES)
-        low, high = tl.inline_asm_elementwise(_UNPACK, "=r,=r,=r,=r,r,r,r", [packed, scale], (tl.bfloat16, tl.bfloat16), True, 4)
+        low, high = tl.inline_asm_elementwise(_UNPACK, "=&r,=&r,=&r,=&r,r,r,r", [packed, scale], (tl.bfloat16, tl.bfloat16), True, 4)
     else:
         scale = tl.broadcast_to(pow2(exponent - 127)[:, :, None], (ROWS, BYTES // 16, 16)).reshape(ROWS, BYTES)
         place = tl.arange(0, 4)[None, None, :]

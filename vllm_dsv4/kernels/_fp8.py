@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def encode_e4m3(x, HW_FP8: tl.constexpr):
-    """float32 → uint8: to nearest, ties to even, subnormals kept, |x| > 448 saturates, NaN becomes 0x7F with x's sign."""
+    """float32 → uint8: to nearest, ties to even, subnormals kept, |x| > 448 saturates, NaN becomes NaN (0x7F with either sign)."""
     if HW_FP8:
         return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     bits = x.to(tl.uint32, bitcast=True)

@@ -56,7 +56,7 @@ def unpack_mxfp4(packed, sf, DTYPE: tl.constexpr):
     if tl.bfloat16 == DTYPE:
         scale = (exponent << 7).to(tl.uint16)
         scale = tl.broadcast_to(scale[:, :, None], (ROWS, BYTES // 16, 16)).reshape(ROWS, BYTES)
-        low, high = tl.inline_asm_elementwise(_UNPACK, "=r,=r,=r,=r,r,r,r", [packed, scale], (tl.bfloat16, tl.bfloat16), True, 4)
+        low, high = tl.inline_asm_elementwise(_UNPACK, "=&r,=&r,=&r,=&r,r,r,r", [packed, scale], (tl.bfloat16, tl.bfloat16), True, 4)
     else:
         scale = pow2(exponent - 127)
         scale = tl.broadcast_to(scale[:, :, None], (ROWS, BYTES // 16, 16)).reshape(ROWS, BYTES)

@@ -7,6 +7,9 @@ import torch
 from vllm_dsv4.kernels import _product
 from vllm_dsv4.kernels._product import Tile
 
+_SPLIT_TOKENS = 1024
+"""Beyond, the result has enough tiles to occupy a GPU, and nobody splits sums."""
+
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, weight_sf: torch.Tensor | None = None) -> torch.Tensor:
     """See ``reference/grouped_linear.py``."""
@@ -20,5 +23,14 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, weight_sf: torch.Tenso
     else:
         if weight_sf is not None:
             weight = _product.widen(weight, weight_sf, x.dtype)
-        torch.bmm(x.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
+        _multiply(x.transpose(0, 1), weight.transpose(1, 2), out.transpose(0, 1))
     return out
+
+
+def _multiply(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """``x`` [G, T, K] times ``weight`` [G, K, R] into ``out`` [G, T, R]."""
+    if x.is_cuda and x.dtype.itemsize == 2 and x.shape[1] <= _SPLIT_TOKENS:
+        # With a narrow result cuBLAS may also add parts of a sum in it.
+        out.copy_(torch.bmm(x, weight, out_dtype=torch.float32))
+    else:
+        torch.bmm(x, weight, out=out)

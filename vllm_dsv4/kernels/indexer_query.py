@@ -31,7 +31,7 @@ def indexer_query(
     heads = 2 if format == "mxfp4" else 8
     launch(
         _indexer_query_kernel,
-        (triton.cdiv(num_heads, heads), num_tokens),
+        (num_tokens, triton.cdiv(num_heads, heads)),
         q,
         weights,
         positions,
@@ -89,8 +89,8 @@ def _indexer_query_kernel(
 ):
     """One program: ``HEADS`` heads of one token."""
     DTYPE: tl.constexpr = q_ptr.dtype.element_ty
-    token = tl.program_id(1).to(tl.int64)
-    head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     is_head = head < NUM_HEADS
     column = tl.arange(0, BLOCK)[None, :]
     mask = is_head[:, None] & (column < DIM)
