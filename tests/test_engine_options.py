@@ -223,3 +223,9 @@ def test_graphs_of_the_second_model_runner_hold_mixed_batches(engine_config: Eng
     allow_cuda_graphs(config)
     assert os.environ.pop("VLLM_USE_BREAKABLE_CUDAGRAPH") == "1"
     assert config.compilation_config.cudagraph_mode == before
+
+
+def test_an_unknown_backend_is_refused(engine_config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_DSV4_BACKEND", "cuda")
+    with pytest.raises(ValueError, match="VLLM_DSV4_BACKEND='cuda' is not a backend; choose one of"):
+        engine_config()

@@ -243,6 +243,16 @@ def test_fault_is_named(tensors: dict[str, Tensors], load_model: Any, write: Any
     assert len(kinds) == 1, "and nothing else is"
 
 
+@pytest.mark.parametrize(("expert", "seen"), [(8, "0 to 8"), (-1, "-1 to 7")])
+def test_a_table_that_names_an_expert_that_does_not_exist(
+    tensors: dict[str, Tensors], load_model: Any, write: Any, expert: int, seen: str
+) -> None:
+    table = tensors["fp4"]["layers.0.ffn.gate.tid2eid"].clone()
+    table[3, 1] = expert
+    with pytest.raises(CheckpointError, match=rf"layers.0.ffn.gate.tid2eid names experts from {seen}, the model has 0 to 7"):
+        load_model(write(CONFIGS["fp4"], {**tensors["fp4"], "layers.0.ffn.gate.tid2eid": table}))
+
+
 @pytest.mark.parametrize(
     ("config", "content", "message"),
     [

@@ -47,9 +47,9 @@ class Dsv4EngineOptions(VerifyAndUpdateConfig):
 
 def _choose_cuda_graphs(vllm_config: VllmConfig) -> None:
     """Turn CUDA graphs off where the reference ops run: they read values back to the host, which a graph cannot hold."""
+    backend = select_backend(current_platform.device_type)
     if current_platform.is_cpu():
         return
-    backend = select_backend(current_platform.device_type)
     if backend.name != "reference":
         allow_cuda_graphs(vllm_config)
         return

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm_dsv4.checkpoint.schema import CheckpointChecker
+from vllm_dsv4.checkpoint.schema import CheckpointChecker, CheckpointError
 from vllm_dsv4.compat import fused_moe_make_expert_params_mapping
 from vllm_dsv4.config import Dsv4Config
 from vllm_dsv4.reference.numerics import e8m0_to_float
@@ -25,7 +25,8 @@ def load_weights(model: nn.Module, config: Dsv4Config, weights: Iterable[tuple[s
     """Copy this rank's part of every tensor into its parameter; returns the names of the parameters that were loaded.
 
     Raises:
-        CheckpointError: a tensor is missing, unexpected, misshapen or of the wrong dtype; all such are named.
+        CheckpointError: a tensor is missing, unexpected, misshapen or of the wrong dtype; all such are named. Or a table of
+            experts names one that does not exist.
     """
     checker = CheckpointChecker(config)
     parameters = dict(model.named_parameters())
@@ -34,10 +35,18 @@ def load_weights(model: nn.Module, config: Dsv4Config, weights: Iterable[tuple[s
     for name, tensor in weights:
         if not checker.check(name, tensor.shape, tensor.dtype):
             continue
+        if name.endswith(".tid2eid"):
+            _check_experts(name, tensor, config.n_routed_experts)
         match = _EXPERT.fullmatch(name)
         loaded.add(_load_expert(parameters, experts, match, tensor) if match else _load(parameters, name, tensor))
     checker.finish()
     return loaded
+
+
+def _check_experts(name: str, table: torch.Tensor, num_experts: int) -> None:
+    low, high = (int(value) for value in table.aminmax())
+    if low < 0 or high >= num_experts:
+        raise CheckpointError(f"{name} names experts from {low} to {high}, the model has 0 to {num_experts - 1}; is the file intact?")
 
 
 def _expert_parameters(model: nn.Module, config: Dsv4Config) -> dict[str, tuple[str, int, str]]:
