@@ -10,7 +10,8 @@ from vllm_dsv4.attention.cache import CacheFactory
 from vllm_dsv4.backend import select_backend
 from vllm_dsv4.compat import VllmConfig, current_platform, get_world_group
 from vllm_dsv4.config import Dsv4Config
-from vllm_dsv4.kernels import _warmup
+from vllm_dsv4.kernels import _launch, _warmup
+from vllm_dsv4.kernels._launch import Capability
 from vllm_dsv4.kernels._specializations import Shapes, launches
 
 _MAX_WORKERS = 16
@@ -30,12 +31,12 @@ class KernelWarmUp:
             kv_dtype=caches.kv_dtype,
             indexer_format=caches.indexer_format,
         )
-        device = torch.device(current_platform.device_type)
-        self.has_kernels = device.type == "cuda" and select_backend(device).name != "reference"
+        self.gpu = _gpu_with_kernels()
         self.workers: _warmup.WarmUp | None = None
-        if self.has_kernels and get_world_group().local_rank == 0:
+        if self.gpu is not None and get_world_group().local_rank == 0:
+            capability, num_sms = self.gpu
             num_workers = min(_MAX_WORKERS, len(os.sched_getaffinity(0)))
-            self.workers = _warmup.start(self.shapes, torch.cuda.get_device_capability(), num_workers, _num_sms())
+            self.workers = _warmup.start(self.shapes, capability, num_workers, num_sms)
 
     def finish(self) -> None:
         """Load every kernel that a step can meet onto this rank's GPU.
@@ -43,15 +44,20 @@ class KernelWarmUp:
         Raises:
             RuntimeError: a kernel cannot be compiled, or the GPU cannot run it.
         """
-        if not self.has_kernels:
+        if self.gpu is None:
             return
         if self.workers is not None:
             self.workers.join()
         # The other ranks take what the workers have left in Triton's cache.
-        if get_world_group().world_size > 1:
-            get_world_group().barrier()
-        _warmup.preload(launches(self.shapes, torch.cuda.get_device_capability(), _num_sms()))
+        world = get_world_group()
+        if world.world_size > 1:
+            world.barrier()
+        _warmup.preload(launches(self.shapes, *self.gpu))
 
 
-def _num_sms() -> int:
-    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+def _gpu_with_kernels() -> tuple[Capability, int] | None:
+    """Capability and number of multiprocessors of this rank's GPU; None where the reference ops run."""
+    if current_platform.device_type != "cuda":
+        return None
+    device = torch.device("cuda", torch.cuda.current_device())
+    return None if select_backend(device).name == "reference" else (_launch.capability(device), _launch.num_sms(device))
